@@ -1,0 +1,1032 @@
+"""TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
+
+An agent meets a task it has never seen and adapts to it within a few time steps, with frozen weights: a causal
+transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the current
+step to a Gaussian policy. It is trained with PPO over trials of several episodes; T-Fixup lets it train without layer
+normalisation or warm-up. The file follows the paper: tasks (App. B), working memory (Sec. 4.1), transformer and
+T-Fixup (Sec. 3.2, 3.3, 4.2, 4.3), agent, trials, PPO (Sec. 5.1), meta-testing (Sec. 5.1, 5.2), runs, command line.
+
+    python trmrl.py --env halfcheetah_vel             # meta-train
+    python trmrl.py --eval runs/halfcheetah_vel/...   # meta-test on tasks it never saw
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import os
+import pickle
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import gymnasium
+import mujoco
+import mujoco.rollout
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import nn
+
+VERSION = 1                                                # of the files we write; older ones are refused by name
+
+
+class UserError(ValueError):
+    """Something the user can mend: shown as one line, exit status 2."""
+
+
+# ====================================================================================================================
+# 1. Configuration: every field is a flag of the same name (memory_length: --memory-length)
+# ====================================================================================================================
+
+def flag(default, help, low=None, high=None):
+    return field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+@dataclass
+class Config:
+    env: str = flag("halfcheetah_vel", "task family")
+    agent: str = flag("trmrl", "trmrl")
+    seed: int = flag(1, "seed of everything random", 0, 2**31 - 1)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:1, mps: where network, memories and updates live")
+    threads: int = flag(0, "CPU threads for physics and network; 0: all cores", 0, 1024)
+    run_dir: str = flag("", "the run folder itself; default runs/<env>/<agent>-seed<k>[-<tag>]")
+    tag: str = flag("", "ending of the default run folder's name")
+
+    total_steps: int = flag(1_500_000, "environment steps of the whole training", 1, 10**12)
+    num_tasks: int = flag(20, "tasks per iteration, over all processes", 1, 100_000)
+    episodes_per_trial: int = flag(2, "E, episodes of a trial", 1, 1000)
+    eval_every: int = flag(10, "iterations between two meta-tests; the last iteration has one in any case", 1, 10**9)
+    eval_tasks: int = flag(20, "tasks of a meta-test", 1, 100_000)
+    eval_episodes: int = flag(2, "episodes per task of a meta-test", 1, 1000)
+    checkpoint_every: int = flag(0, "iterations between two checkpoints; 0: at most one in half a minute", 0, 10**9)
+
+    memory_length: int = flag(5, "N, working memories the transformer sees", 1, 10_000)
+    layers: int = flag(2, "L, transformer layers", 1, 100)
+    heads: int = flag(4, "attention heads per layer", 1, 1024)
+    d_model: int = flag(64, "d, size of a memory", 2, 8192)
+    d_ff: int = flag(256, "hidden units of the position-wise feed-forward network", 1, 65536)
+    tfixup: bool = flag(True, "T-Fixup and no layer norm, or (--no-tfixup) post-LN and plain Xavier")
+    keep_memory: bool = flag(False, "keep the memory across the episodes of a trial")
+    separate_value: bool = flag(False, "value head on the current state instead of the shared memory")
+    init_std: float = flag(0.2, "initial standard deviation of the policy", 1e-3, 10)
+
+    gamma: float = flag(0.9, "discount", 0, 1)
+    gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
+    clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
+    epochs: int = flag(5, "passes over a batch", 1, 1000)
+    minibatch: int = flag(200, "environment steps per gradient step", 1, 10**9)
+    lr: float = flag(3e-4, "Adam's learning rate", 0, 1)
+    value_lr: float = flag(1e-3, "learning rate of the value head", 0, 1)
+    final_lr: float = flag(0.05, "the rates fall linearly to this fraction", 0, 1)
+    max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
+    value_coef: float = flag(0.5, "weight of the value loss", 0, 1e6)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
+    reward_scale: float = flag(0.1, "rewards times this, for learning only", 1e-9, 1e9)
+
+
+# ====================================================================================================================
+# 2. Tasks (App. B). A family is a VectorEnv whose sub-environments are tasks, plus three things: `tasks` (a row each),
+#    `episode_length`, and `sample_tasks(rng)`, which draws as many new rows from the training distribution.
+# ====================================================================================================================
+
+class MujocoTasks(VectorEnv):
+    """Tasks on one MuJoCo body. All of them are stepped by one native call, in threads: no Python per task."""
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+    xml, frame_skip, skipped_qpos, episode_length = "", 5, 1, 200
+    splits = ("train", "test")
+
+    def __init__(self, num_tasks, seed=0, split="train"):
+        if split not in self.splits:
+            raise UserError(f"this family has no split {split!r}; it has: {', '.join(self.splits)}")
+        self.num_envs, threads = num_tasks, torch.get_num_threads()
+        self.model = mujoco.MjModel.from_xml_path(
+            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.xml))
+        self.models = [self.model] * num_tasks
+        self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
+        self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        self.dt = self.model.opt.timestep * self.frame_skip
+        nq, nv = self.model.nq, self.model.nv
+        self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
+        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one environment step
+        self.qpos, self.qvel = slice(1, 1 + nq), slice(1 + nq, None)
+        self.elapsed = np.zeros(num_tasks, dtype=int)
+        box = gymnasium.spaces.Box
+        self.single_observation_space = box(-np.inf, np.inf, (nq - self.skipped_qpos + nv,), np.float32)
+        self.single_action_space = box(-1.0, 1.0, (self.model.nu,), np.float32)
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_tasks)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_tasks)
+        self.tasks = self.fixed_tasks(split) if split != "train" else self.sample_tasks(np.random.default_rng(seed))
+
+    def reset(self, *, seed=None, options=None):
+        """New episodes of the same tasks; options: `tasks` (rows) sets them, `reset_mask` names who starts anew."""
+        super().reset(seed=seed)
+        options = options or {}
+        if "tasks" in options:
+            self.tasks = np.array(options["tasks"], dtype=np.float64).reshape(self.tasks.shape)
+        mask = options.get("reset_mask", np.ones(self.num_envs, dtype=bool))
+        n, nq, nv = int(mask.sum()), self.model.nq, self.model.nv
+        self.state[mask] = np.concatenate([                               # Gymnasium's own noise
+            np.zeros((n, 1)), self.model.qpos0 + self.np_random.uniform(-0.1, 0.1, (n, nq)),
+            0.1 * self.np_random.standard_normal((n, nv))], axis=1)
+        self.elapsed[mask] = 0
+        return self.observation(), {}
+
+    def step(self, actions):
+        actions = np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0)
+        controls = np.repeat(actions[:, None], self.frame_skip, axis=1)   # (num_envs, frame_skip, nu)
+        before = self.state
+        self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
+                          state=self.path)
+        after = self.path[:, -1].copy()
+        # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know. Its
+        # episode ends, as a terminal, in the last sound state.
+        blown = ~(np.abs(after).max(axis=1) < 1e6) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
+        after[blown] = before[blown]
+        self.state, self.elapsed = after, self.elapsed + 1
+        velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, metres per second
+        reward = self.reward(velocity, actions)
+        truncated = self.elapsed >= self.episode_length
+        return (self.observation(), reward.astype(np.float32), self.fallen() | blown, truncated,
+                {"x_velocity": velocity, "blown_up": blown})
+
+    def observation(self):
+        return self.state[:, 1 + self.skipped_qpos:].astype(np.float32)
+
+    def fallen(self):
+        return np.zeros(self.num_envs, dtype=bool)
+
+    def close_extras(self):
+        self.pool.close()
+
+
+class HalfCheetahVel(MujocoTasks):
+    """Run at a hidden target velocity: U[0, 3] in training, [3, 4] out of distribution. No time step shows it but r."""
+    xml, splits = "half_cheetah.xml", ("train", "test", "ood")
+
+    def sample_tasks(self, rng):
+        return rng.uniform(0.0, 3.0, (self.num_envs, 1))
+
+    def fixed_tasks(self, split):
+        low, high = {"test": (0.0, 3.0), "ood": (3.0, 4.0)}[split]
+        return low + (high - low) * (np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs   # centres of equal bins
+
+    def reward(self, velocity, actions):
+        return -np.abs(velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
+
+
+FAMILIES = {"halfcheetah_vel": HalfCheetahVel}
+
+
+def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
+    """`num_tasks` tasks of a family: drawn with `seed` (train), or fixed whatever the seed (test, ood)."""
+    if env not in FAMILIES:
+        raise UserError(f"unknown env {env!r}; there are: {', '.join(FAMILIES)}")
+    return FAMILIES[env](num_tasks, seed, split)
+
+
+# ====================================================================================================================
+# 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1)
+# ====================================================================================================================
+
+class WorkingMemory:
+    """Per task a queue of N slots, oldest first: past (s, a, r, eta), then the current (s, PAD, PAD, PAD), then
+    empty ones. PAD is zero. Whatever lies in the empty slots is hidden by the causal mask, never by its value."""
+
+    def __init__(self, num_tasks, N, state_size, width, device):
+        self.N, self.state_size = N, state_size
+        self.slots = torch.zeros(num_tasks, N, width, device=device)
+        self.current = torch.zeros(num_tasks, dtype=torch.long, device=device)   # the slot of the current step
+        self.rows = torch.arange(num_tasks, device=device)
+
+    def begin(self, state):
+        """D <- D u (s_next, a_PAD, r_PAD, eta_PAD)."""
+        self.slots[self.rows, self.current] = F.pad(state, (0, self.slots.shape[-1] - self.state_size))
+
+    def complete(self, action_reward_eta):
+        """B <- B u (s_t, a_t, r_t, eta_t); a full queue drops its oldest memory."""
+        self.slots[self.rows, self.current, self.state_size:] = action_reward_eta
+        full = self.current == self.N - 1
+        self.slots = torch.where(full[:, None, None], self.slots.roll(-1, dims=1), self.slots)
+        self.current = self.current + ~full
+
+    def forget(self, mask):
+        """The queues of these tasks are empty again."""
+        self.current = torch.where(mask, 0, self.current)
+
+
+def windows(memories, index, start, N, state_size):
+    """The queues as they were at some steps of a batch, gathered from its transitions, each stored only once.
+
+    memories (steps, width), all tasks one after the other; index (M,) the steps; start (M,) the first step that each
+    remembers -> slots (M, N, width), current (M,).
+    """
+    current = (index - start).clamp(max=N - 1)
+    slot = torch.arange(N, device=index.device)
+    source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])   # empty slots repeat the current
+    x = memories[source]
+    x[..., state_size:] *= (slot < current[:, None])[..., None]                        # PAD: not known yet
+    return x, current
+
+
+# ====================================================================================================================
+# 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3)
+# ====================================================================================================================
+
+def sinusoids(N, d):
+    """Positional encoding of "Attention is all you need": (N, d)."""
+    angle = torch.arange(N)[:, None] / 10_000 ** (torch.arange(0, d, 2) / d)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+
+
+class Layer(nn.Module):
+    """One refinement e^{l-1} -> e^l (Eq. 6): multi-head self-attention, then a position-wise network, both residual."""
+
+    def __init__(self, d, heads, d_ff, layer_norm):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(d, d) for _ in range(4))
+        self.ff1, self.ff2 = nn.Linear(d, d_ff), nn.Linear(d_ff, d)
+        self.norm1, self.norm2 = (nn.LayerNorm(d) if layer_norm else nn.Identity() for _ in range(2))
+
+    def forward(self, query, e, visible):
+        """Refine query (M, Q, d) by the memories e (M, N, d); visible (..., Q, N): which of them each may see."""
+        M, Q, d = query.shape
+
+        def split(x):                                                     # (M, ., d) -> (M, heads, ., d / heads)
+            return x.view(M, -1, self.heads, d // self.heads).transpose(1, 2)
+
+        q, k, v = split(self.q(query)), split(self.k(e)), split(self.v(e))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(d // self.heads)     # (M, heads, Q, N)
+        alpha = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)  # Eq. 4
+        mu = (alpha @ v).transpose(1, 2).reshape(M, Q, d)                 # Eq. 5, the heads side by side (Eq. 1)
+        e = self.norm1(query + self.out(mu))
+        return self.norm2(e + self.ff2(F.relu(self.ff1(e)))), alpha
+
+
+class Transformer(nn.Module):
+    """e^0 = phi_1 .. phi_N -> e^L: the episodic memory, refined layer by layer."""
+
+    def __init__(self, layers, d, heads, d_ff, tfixup):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(d, heads, d_ff, layer_norm=not tfixup) for _ in range(layers))
+        for layer in self.layers:
+            for linear in (layer.q, layer.k, layer.v, layer.out, layer.ff1, layer.ff2):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+            if tfixup:                                                    # Sec. 3.3, second bullet; N there is L here
+                for linear in (layer.v, layer.out, layer.ff1, layer.ff2):
+                    linear.weight.data *= 0.67 * layers ** -0.25
+
+    def forward(self, e, current):
+        """e (M, N, d), current (M,) -> the refined memory of the current step (M, d).
+
+        Only that one feeds the heads, so the last layer has a single query. `trace` is the same without the shortcut.
+        """
+        M, N, _ = e.shape
+        slot = torch.arange(N, device=e.device)
+        causal = slot[:, None] >= slot                                    # (N, N): i sees j <= i
+        for layer in self.layers[:-1]:
+            e, _ = layer(e, e, causal)
+        now = e[torch.arange(M, device=e.device), current][:, None]       # (M, 1, d)
+        visible = (current[:, None] >= slot)[:, None, None]               # (M, 1, 1, N)
+        return self.layers[-1](now, e, visible)[0][:, 0]
+
+    def trace(self, e):
+        """The memories of every layer, [e^0 .. e^L] of (M, N, d), and its attention weights, L times (M, h, N, N)."""
+        slot = torch.arange(e.shape[1], device=e.device)
+        memories, weights = [e], []
+        for layer in self.layers:
+            e, alpha = layer(e, e, slot[:, None] >= slot)
+            memories.append(e)
+            weights.append(alpha)
+        return memories, weights
+
+
+# ====================================================================================================================
+# 5. The agent: normaliser, phi, transformer, policy and value heads
+# ====================================================================================================================
+
+class Normalizer(nn.Module):
+    """Running mean and variance of all observations seen, merged batch by batch (Chan et al.)."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
+
+    def update(self, x):                                                  # (M, size)
+        n, total = x.shape[0], self.count + x.shape[0]
+        delta = x.mean(dim=0) - self.mean
+        spread = self.var * self.count + x.var(dim=0, unbiased=False) * n + delta ** 2 * self.count * n / total
+        self.mean += delta * n / total
+        self.var.copy_(spread / total)
+        self.count.copy_(total)
+
+
+def mlp(sizes, output_scale):
+    """Linear and tanh in turn, Xavier; the last layer is linear and scaled."""
+    modules = []
+    for a, b in zip(sizes, sizes[1:]):
+        modules += [nn.Linear(a, b), nn.Tanh()]
+        nn.init.xavier_uniform_(modules[-2].weight)
+        nn.init.zeros_(modules[-2].bias)
+    modules[-2].weight.data *= output_scale
+    return nn.Sequential(*modules[:-1])
+
+
+class Agent(nn.Module):
+    """TrMRL. In use: `reset`, then `act` and `observe` in turn (NumPy in and out); Algorithm 1 is those two."""
+
+    def __init__(self, config: Config, state_size, action_low, action_high):
+        super().__init__()
+        self.config, self.state_size, A, d = config, state_size, len(action_low), config.d_model
+        self.trained_steps = 0
+        self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))
+        self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))
+        self.normalizer = Normalizer(state_size)
+        self.width = state_size + A + 2                                   # of (s, a, r, eta)
+        self.phi = nn.Linear(self.width, d, bias=False)
+        if config.tfixup:                                                 # Sec. 3.3, first bullet, and T-Fixup's own
+            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)   # rule for embeddings
+        else:
+            nn.init.xavier_uniform_(self.phi.weight)
+        self.register_buffer("positions", sinusoids(config.memory_length, d))
+        self.transformer = Transformer(config.layers, d, config.heads, config.d_ff, config.tfixup)
+        self.policy = mlp([d, 64, 64, A], output_scale=0.01)
+        self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
+        self.value = mlp([state_size if config.separate_value else d, 64, 64, 1], output_scale=1.0)
+
+    def embed(self, x):
+        """(s, a, r, eta) of each slot, (M, N, width) -> working memories with positions (M, N, d)."""
+        return self.phi(x) + self.positions
+
+    def forward(self, x, current):
+        """x (M, N, width), current (M,) -> mean action (M, A), value (M,)."""
+        e = self.transformer(self.embed(x), current)
+        state = x[torch.arange(len(x), device=x.device), current, :self.state_size]
+        return self.policy(e), self.value(state if self.config.separate_value else e).squeeze(-1)
+
+    def log_prob(self, mean, action):
+        """Of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
+        z = (action - mean) * (-self.log_std).exp()
+        return -(0.5 * z ** 2 + self.log_std + 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+    def entropy(self):
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+
+    # ---- acting ----
+
+    def reset(self, num_tasks, generator=None):
+        """Empty memories for so many tasks; `generator` draws the noise of sampled actions."""
+        self.memory = WorkingMemory(num_tasks, self.config.memory_length, self.state_size, self.width,
+                                    self.phi.weight.device)
+        self.generator, self.pending = generator, None
+
+    def act(self, obs, sample=False):
+        """Observations (B, state_size) -> the policy's mean action (B, A), or a sample of it."""
+        return self.step(obs, sample)[0].cpu().numpy()
+
+    def observe(self, action, reward, terminated):
+        """Completes the working memory of this step; who has terminated starts with an empty memory (or keeps it)."""
+        columns = [np.asarray(c, dtype=np.float32).reshape(len(action), -1) for c in (action, reward, terminated)]
+        self.pending = np.concatenate(columns, axis=1)
+
+    @torch.no_grad()
+    def step(self, obs, sample):
+        """As `act`, but all on the device: action, its log-probability, value, normalised state (B, .)."""
+        obs = np.asarray(obs, dtype=np.float32)
+        if self.pending is not None:                                      # one transfer for what is new
+            obs = np.concatenate([obs, self.pending], axis=1)
+        new = torch.as_tensor(obs).to(self.phi.weight.device)
+        if self.pending is not None:
+            A = len(self.log_std)
+            past = new[:, self.state_size:]
+            past[:, :A] = past[:, :A].clamp(self.action_low, self.action_high)
+            self.memory.complete(past)
+            if not self.config.keep_memory:
+                self.memory.forget(past[:, -1] > 0)
+            self.pending = None
+        state = self.normalizer(new[:, :self.state_size])
+        self.memory.begin(state)
+        mean, value = self(self.memory.slots, self.memory.current)
+        action = mean
+        if sample:
+            noise = torch.randn(mean.shape, generator=self.generator, device=mean.device)
+            action = mean + self.log_std.exp() * noise
+        return action, self.log_prob(mean, action), value, state
+
+
+# ====================================================================================================================
+# 6. Trials: E episodes of each task in a row. One collector for meta-training and meta-testing.
+# ====================================================================================================================
+
+@dataclass
+class Trials:
+    """B tasks times T steps; tensors on the agent's device, arrays on the CPU."""
+    memories: torch.Tensor           # (B, T, width): normalised s, clipped a, r, eta
+    action: torch.Tensor             # (B, T, A) as sampled
+    logp: torch.Tensor               # (B, T)
+    value: torch.Tensor              # (B, T)
+    start: torch.Tensor              # (B, T): the first step that this one remembers
+    obs: np.ndarray                  # (B, T, state_size) as given
+    reward: np.ndarray               # (B, T)
+    terminated: np.ndarray           # (B, T): falls; ends by the clock do not count
+    episode: np.ndarray              # (B, T): 0, 1, ...
+    success: np.ndarray              # (B, T), all NaN where the family has none
+    velocity: np.ndarray             # (B, T), likewise
+    blown_up: int                    # simulations that diverged
+
+    def returns(self, episodes):
+        """Return and success of the first episodes of each task, (B, episodes) each."""
+        which = self.episode[:, :, None] == np.arange(episodes)           # (B, T, episodes)
+        success = np.where(which, self.success[:, :, None], -np.inf).max(axis=1)
+        return (self.reward[:, :, None] * which).sum(axis=1), success
+
+
+def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
+    """Trials of `episodes` times the family's episode length.
+
+    Whoever falls begins its next episode at once, so a trial with falls has more and shorter episodes, and no task
+    ever waits. Memory, GAE and statistics only ask where an episode began.
+    """
+    device, B, T = agent.log_std.device, envs.num_envs, episodes * envs.episode_length
+    env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
+    agent.reset(B, torch.Generator(device).manual_seed(torch_seed) if sample else None)
+    obs, _ = envs.reset(seed=env_seed, options={} if tasks is None else {"tasks": tasks})
+    steps, rows, blown_up = [], [], 0
+    episode, begun = np.zeros(B, dtype=int), np.zeros(B, dtype=int)
+    nothing = np.full(B, np.nan)
+    for t in range(T):
+        action, logp, value, state = agent.step(obs, sample)
+        sent = action.cpu().numpy()
+        next_obs, reward, terminated, truncated, info = envs.step(sent)
+        done = terminated | truncated
+        agent.observe(sent, reward, done)
+        steps.append((state, action, logp, value))
+        rows.append((obs, reward, terminated, done, episode, begun, info.get("success", nothing),
+                     info.get("x_velocity", nothing)))
+        blown_up += int(np.sum(info.get("blown_up", 0)))
+        episode = episode + done
+        begun = np.where(done & (not agent.config.keep_memory), t + 1, begun)
+        obs = next_obs
+        if done.any() and t + 1 < T:
+            obs, _ = envs.reset(options={"reset_mask": done})
+    state, action, logp, value = (torch.stack(x, dim=1) for x in zip(*steps))
+    obs, reward, terminated, done, episode, begun, success, velocity = (np.stack(x, axis=1) for x in zip(*rows))
+    reward = reward.astype(np.float32)
+    reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
+    clipped = action.clamp(agent.action_low, agent.action_high)
+    return Trials(torch.cat([state, clipped, reward_eta], dim=-1), action, logp, value,
+                  torch.as_tensor(begun).to(device), obs, reward, terminated, episode, success, velocity, blown_up)
+
+
+# ====================================================================================================================
+# 7. PPO over trials (Sec. 5.1, "Meta-Training")
+# ====================================================================================================================
+
+def gae(reward, value, terminated, gamma, lam):
+    """Advantages over whole trials, (B, T) each: the E episodes are one trajectory with one discounted return.
+
+    - An episode that ends by the clock is no end: its last step bootstraps from the first step of the next episode.
+    - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
+    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
+    """
+    advantage, T = torch.zeros_like(reward), reward.shape[1]
+    for t in reversed(range(T)):
+        goes_on = 1.0 - terminated[:, t] if t + 1 < T else torch.zeros_like(reward[:, t])
+        following = min(t + 1, T - 1)
+        delta = reward[:, t] + gamma * goes_on * value[:, following] - value[:, t]
+        advantage[:, t] = delta + gamma * lam * goes_on * advantage[:, following]
+    return advantage
+
+
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "skipped")
+
+
+def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
+    """Loss of a minibatch of M steps, and what to log of it."""
+    mean, value = agent(x, current)
+    log_ratio = agent.log_prob(mean, action) - logp_old
+    ratio = log_ratio.exp()                                               # (M,)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
+    policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
+    value_loss = (value - target).square().mean()
+    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * agent.entropy()
+    with torch.no_grad():
+        approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
+    return loss, (policy_loss.detach(), value_loss.detach(), agent.entropy().detach(), approx_kl, clip_fraction)
+
+
+def make_optimizer(agent, config):
+    value = list(agent.value.parameters())
+    rest = [p for name, p in agent.named_parameters() if not name.startswith("value.")]
+    return torch.optim.Adam([{"params": rest, "rate": config.lr}, {"params": value, "rate": config.value_lr}],
+                            lr=config.lr, eps=1e-5, fused=agent.log_std.device.type != "meta")
+
+
+def ppo_update(agent, optimizer, trials, config, generator):
+    """Several epochs of minibatches that mix tasks and time. Nothing leaves the device here but, at the end, METRICS."""
+    device, N = trials.logp.device, config.memory_length
+    B, T = trials.logp.shape
+    reward = config.reward_scale * trials.memories[..., -2]
+    terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
+    advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
+    target = (advantage + trials.value).flatten()
+    start = (trials.start + T * torch.arange(B, device=device)[:, None]).flatten()
+    memories, action = trials.memories.flatten(0, 1), trials.action.flatten(0, 1)
+    logp, advantage = trials.logp.flatten(), advantage.flatten()
+    parameters = list(agent.parameters())
+    totals, count = torch.zeros(len(METRICS), device=device), 0
+    for _ in range(config.epochs):
+        order = torch.randperm(B * T, generator=generator, device=device)
+        for index in order.split(config.minibatch):
+            if len(index) < config.minibatch and count:                   # an odd rest waits for the next epoch
+                continue
+            x, current = windows(memories, index, start[index], N, agent.state_size)
+            loss, log = ppo_loss(agent, x, current, action[index], logp[index], advantage[index], target[index], config)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            skip = (~torch.isfinite(norm)).float()
+            optimizer.found_inf = skip                                    # fused Adam leaves everything as it is
+            optimizer.step()
+            totals += torch.stack([*log, norm, skip]).nan_to_num(0.0, 0.0, 0.0)
+            count += 1
+    agent.normalizer.update(torch.as_tensor(trials.obs).to(device).flatten(0, 1))
+    return dict(zip(METRICS, (totals / count).tolist())) | {"skipped": round(float(totals[-1])), "updates": count}
+
+
+# ====================================================================================================================
+# 8. Meta-testing (Sec. 5.1, 5.2): frozen weights, mean action, fixed tasks, the same for every agent and seed
+# ====================================================================================================================
+
+TEST_SEED = 2022                                           # of the starting states
+
+
+def meta_test(agent, envs, episodes):
+    """Return and success (NaN where the family has none) per task and episode, (num_tasks, episodes) each."""
+    return collect(agent, envs, episodes, sample=False, seed=TEST_SEED).returns(episodes)
+
+
+def bootstrap(values, level=0.95, resamples=2000):
+    """Percentile bootstrap interval of the mean of `values` (n,)."""
+    values = np.asarray(values, dtype=float)
+    draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
+    return np.quantile(values[draws].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+
+
+def eval_rows(step, split, returns, success):
+    """The rows of eval.csv, one per task and episode."""
+    return [{"step": step, "split": split, "task": i, "episode": k + 1, "return": f"{returns[i, k]:.4f}",
+             "success": f"{success[i, k]:.0f}" if np.isfinite(success[i, k]) else ""}
+            for i in range(returns.shape[0]) for k in range(returns.shape[1])]
+
+
+def csv_of(rows, header=True):
+    """Dicts of one kind -> csv text."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def table(returns, success, tasks):
+    """What --eval prints: per episode the mean return over the tasks, its 95 % interval, the worst and best task."""
+    def name(i):
+        return "task " + "(" + ", ".join(f"{x:.3g}" for x in np.atleast_1d(tasks[i])) + ")"
+
+    lines = [f"{'episode':>7} {'return':>9} {'95 % interval':>20}   {'worst':>9} {'':<16} {'best':>9} {'':<16}"
+             + (f" {'success':>8}" if np.isfinite(success).all() else "")]
+    for k in range(returns.shape[1]):
+        r = returns[:, k]
+        low, high = bootstrap(r)
+        lines.append(f"{k + 1:>7} {r.mean():>9.1f} {f'{low:.1f} to {high:.1f}':>20}   {r.min():>9.1f} {name(r.argmin()):<16}"
+                     f" {r.max():>9.1f} {name(r.argmax()):<16}"
+                     + (f" {success[:, k].mean():>8.0%}" if np.isfinite(success).all() else ""))
+    return "\n".join(lines)
+
+
+# ====================================================================================================================
+# 9. Files: run folder, checkpoints, agents. Loading never runs code that a file brings (weights_only).
+# ====================================================================================================================
+
+class RunError(Exception):
+    """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
+
+
+def write_atomically(path, data: bytes):
+    """The old file stays whole until the new one is on the disk."""
+    beside = path.with_name(path.name + ".part")
+    with open(beside, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(beside, path)
+
+
+def packed(content) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def read(path, kind):
+    """The content of an agent.pt or a checkpoint.pt, or one line about what is wrong with it."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError,
+            pickle.UnpicklingError):
+        raise UserError(f"{path} is damaged or no file of ours; take another one") from None
+    if not isinstance(content, dict) or content.get("kind") != kind:
+        raise UserError(f"{path} is no {kind} written by trmrl.py; take another one")
+    if content.get("version") != VERSION:
+        raise UserError(f"{path} has version {content.get('version')}, this file reads version {VERSION}; "
+                        f"use the trmrl.py it was made with")
+    return content
+
+
+def restored(content, path):
+    """(config, agent) of a file's content. No number in it can make us allocate more than the file itself holds."""
+    try:
+        config = Config(**content["config"])
+        check(config)
+        low, high = content["weights"]["action_low"], content["weights"]["action_high"]
+        with torch.device("meta"):
+            agent = Agent(config, len(content["weights"]["normalizer.mean"]), low, high)
+        agent.trained_steps = int(content["step"])
+        agent.load_state_dict({k: v.float() for k, v in content["weights"].items()}, assign=True)
+    except (KeyError, TypeError, AttributeError, RuntimeError, UserError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{path} does not hold an agent of this version ({reason}); take another one") from None
+    return config, agent
+
+
+def load_agent(path, device="cpu") -> Agent:
+    """A trained agent from a run folder or an agent.pt."""
+    path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
+    config, agent = restored(read(path, "agent"), path)
+    return agent.to(pick_device(device)).requires_grad_(False)
+
+
+class Run:
+    """All that changes in the course of a run, and its folder. Randomness is drawn anew from (seed, iteration), so
+    the iteration counter is the state of every generator."""
+
+    def __init__(self, folder, config, agent, iteration=0, seconds=0.0, csv_text=None, optimizer_state=None):
+        self.folder, self.config, self.agent = Path(folder), config, agent
+        self.optimizer = make_optimizer(agent, config)
+        if optimizer_state is not None:
+            self.optimizer.load_state_dict(optimizer_state)
+        self.iteration, self.seconds = iteration, seconds
+        self.csv_text = csv_text or {"progress.csv": "", "eval.csv": ""}
+        self.saved_at, self.last_test = time.monotonic(), "test ?"
+
+    def start(self):
+        """The folder as the checkpoint knows it: rows of an unfinished iteration are dropped."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.csv_text.items():
+            write_atomically(self.folder / name, text.encode())
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                    "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
+        write_atomically(self.folder / "config.json",
+                         json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode())
+        self.snapshot()
+        self.save()
+
+    def add_rows(self, name, rows):
+        """Append dicts to a csv file of the folder."""
+        text = csv_of(rows, header=not self.csv_text[name])
+        self.csv_text[name] += text
+        with open(self.folder / name, "a") as f:
+            f.write(text)
+
+    def snapshot(self):
+        """What a checkpoint of this moment would hold; later changes do not touch it."""
+        common = {"version": VERSION, "config": asdict(self.config), "weights": self.agent.state_dict(),
+                  "step": self.agent.trained_steps}
+        self.agent_bytes = packed({"kind": "agent", **common})
+        self.checkpoint_bytes = packed({"kind": "checkpoint", **common, "optimizer": self.optimizer.state_dict(),
+                                        "iteration": self.iteration, "seconds": self.seconds,
+                                        "csv_text": self.csv_text})
+
+    def save(self):
+        write_atomically(self.folder / "checkpoint.pt", self.checkpoint_bytes)
+        write_atomically(self.folder / "agent.pt", self.agent_bytes)
+        self.saved_at = time.monotonic()
+
+    @property
+    def checkpoint_is_due(self):
+        every = self.config.checkpoint_every
+        return self.iteration % every == 0 if every else time.monotonic() - self.saved_at > 30
+
+
+# ====================================================================================================================
+# 10. Meta-training (Sec. 5.1)
+# ====================================================================================================================
+
+def pick_device(name):
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else
+                            "mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device {name!r} is not there; take auto, cpu, cuda, cuda:1 or mps") from None
+    return device
+
+
+def set_threads(config):
+    """Of the network and, since the tasks ask PyTorch for the number, of the physics."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(config.threads or cores)
+
+
+def check(config):
+    """Refuse what cannot work, before anything starts."""
+    for f in fields(Config):
+        value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
+        if type(value) is not type(f.default) and not (type(f.default) is float and type(value) is int):
+            raise UserError(f"--{f.name.replace('_', '-')} takes a {type(f.default).__name__}, not {value!r}")
+        if low is not None and not low <= value <= high:
+            raise UserError(f"--{f.name.replace('_', '-')} must be between {low:g} and {high:g}, not {value:g}")
+    if config.agent not in AGENTS:
+        raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
+    if config.d_model % config.heads:
+        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}")
+    if config.d_model % 2:
+        raise UserError(f"--d-model must be even, for sines and cosines, not {config.d_model}")
+    if any(c in config.tag for c in "/\\\0"):
+        raise UserError(f"--tag is part of a folder's name, so without {config.tag!r}'s slashes")
+
+
+def run_folder(config):
+    name = f"{config.agent}-seed{config.seed}" + (f"-{config.tag}" if config.tag else "")
+    return Path(config.run_dir) if config.run_dir else Path("runs") / config.env / name
+
+
+def open_run(config, resume, envs):
+    """A new run, or the one in folder `resume` as its last checkpoint has it; the agent on its device."""
+    device = pick_device(config.device)
+    if resume is not None:
+        path = Path(resume) / "checkpoint.pt"
+        content = read(path, "checkpoint")
+        _, agent = restored(content, path)
+        try:
+            return Run(resume, config, agent.to(device), content["iteration"], content["seconds"],
+                       content["csv_text"], content["optimizer"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); start the run anew") from None
+    folder = run_folder(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag or --run-dir")
+    space = envs.single_action_space
+    with torch.random.fork_rng(devices=[]):                               # the same first weights on every device
+        torch.manual_seed(config.seed)
+        agent = Agent(config, envs.single_observation_space.shape[0], space.low, space.high)
+    return Run(folder, config, agent.to(device))
+
+
+def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
+    """Meta-train on tasks of `make_tasks`; `resume` names a run folder to go on with."""
+    check(config)
+    set_threads(config)
+    envs = make_tasks(config.env, config.num_tasks, config.seed, "train")
+    batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
+    if config.minibatch > batch:
+        raise UserError(f"--minibatch {config.minibatch} is larger than a batch: {config.num_tasks} tasks x "
+                        f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
+    tests = {}
+    for split in ("test", "ood"):
+        try:
+            tests[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
+        except ValueError:
+            pass                                                          # a split that the family does not have
+    run = open_run(config, resume, envs)
+    last = -(-config.total_steps // batch)
+    if run.iteration >= last:
+        print(f"{run.folder} is finished: {run.iteration * batch:,} steps")
+        return run.agent
+    run.start()
+    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps on "
+          f"{run.agent.log_std.device}, {torch.get_num_threads()} threads, into {run.folder}", flush=True)
+    try:
+        while run.iteration < last:
+            iterate(run, envs, tests, last, batch)
+            if run.checkpoint_is_due or run.iteration == last:
+                run.save()
+    except BaseException:
+        rescue(run)
+        raise
+    finally:
+        for each in (envs, *tests.values()):
+            each.close()
+    return run.agent
+
+
+def iterate(run, envs, tests, last, batch):
+    """One iteration: new tasks, a trial of each, a PPO update; now and then a meta-test."""
+    config, agent, began = run.config, run.agent, time.monotonic()
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
+    seeds = np.random.SeedSequence([config.seed, run.iteration]).generate_state(3)
+    tasks = envs.sample_tasks(np.random.default_rng(seeds[0]))
+    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=int(seeds[1]), tasks=tasks)
+    generator = torch.Generator(agent.log_std.device).manual_seed(int(seeds[2]))
+    metrics = ppo_update(agent, run.optimizer, trials, config, generator)
+    if 2 * metrics["skipped"] > metrics["updates"]:
+        raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration {run.iteration + 1} "
+                       f"were not finite; try a lower --lr or --max-grad-norm (the checkpoint before it is kept)")
+    returns, success = trials.returns(config.episodes_per_trial)
+    spent = time.monotonic() - began
+    run.iteration += 1
+    agent.trained_steps = step = run.iteration * batch
+    rows = []
+    if run.iteration % config.eval_every == 0 or run.iteration == last:
+        for split, tests_of_split in tests.items():
+            tested, reached = meta_test(agent, tests_of_split, config.eval_episodes)
+            rows += eval_rows(step, split, tested, reached)
+            if split == "test":
+                run.last_test = f"test {tested[:, 0].mean():.1f}"
+    run.seconds += time.monotonic() - began
+    run.add_rows("progress.csv", [{
+        "iteration": run.iteration, "step": step, "seconds": f"{run.seconds:.2f}",
+        "steps_per_second": f"{batch / spent:.0f}", "train_return": f"{returns.mean():.4f}",
+        "train_success": f"{success.mean():.4f}" if np.isfinite(success).all() else "",
+        **{k: f"{v:.6g}" for k, v in metrics.items()}, "std": f"{float(agent.log_std.detach().exp().mean()):.6g}",
+        "lr": f"{run.optimizer.param_groups[0]['lr']:.6g}", "blown_up": trials.blown_up}])
+    if rows:
+        run.add_rows("eval.csv", rows)
+    run.snapshot()
+    show_progress(run, last, batch, batch / spent, returns.mean())
+
+
+def show_progress(run, last, batch, speed, train_return):
+    """One live line on a terminal, plain lines in a pipe."""
+    left = (last - run.iteration) * run.seconds / run.iteration
+    line = (f"{run.iteration * batch / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
+            f"{int(left // 60)}:{int(left % 60):02d} left   train {train_return:.1f}   {run.last_test}")
+    live = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns - 1
+    print(f"\r{line[:width]:<{width}}" if live else line, end="" if live and run.iteration < last else "\n", flush=True)
+
+
+def rescue(run):
+    """The run broke off: keep its last finished iteration, in the folder or, if that is impossible, elsewhere."""
+    for folder in (run.folder, Path(tempfile.gettempdir()) / f"trmrl-rescued-{os.getpid()}"):
+        try:
+            run.folder = folder
+            folder.mkdir(parents=True, exist_ok=True)
+            run.save()
+            print(f"\nstopped after iteration {run.iteration}; go on with: python trmrl.py --resume {folder}",
+                  file=sys.stderr)
+            return
+        except OSError:
+            continue
+
+
+# ====================================================================================================================
+# 11. Command line
+# ====================================================================================================================
+
+AGENTS = ("trmrl",)
+PRESETS = {                                                # what differs from Config's defaults
+    "halfcheetah_vel": {
+        "default": {},
+        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000, clip=0.1,
+                      epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1),
+    },
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+
+def whole(text):
+    """An int, also written 2e6 or 2_000_000."""
+    number = float(text)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def make_parser(preset):
+    parser = Parser(description="TrMRL: meta-train, or meta-test, a transformer that adapts to new tasks.",
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent instead of training one")
+    parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
+    parser.add_argument("--episodes", type=whole, help="with --eval: episodes per task (default: 6)")
+    parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
+    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
+    parser.add_argument("--preset", help="default, or paper: the sizes and schedule of the paper's release")
+    for f in fields(Config):
+        kind = {int: whole, bool: None}.get(type(f.default), type(f.default))
+        extra = {"type": kind} if kind else {"action": argparse.BooleanOptionalAction}
+        parser.add_argument("--" + f.name.replace("_", "-"), **extra,
+                            help=f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})".replace("%", "%%"))
+    return parser
+
+
+def parse(argv):
+    """(what was typed, the Config it makes)."""
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--env", default=Config.env)
+    early.add_argument("--preset", default="default")
+    chosen, _ = early.parse_known_args(argv)
+    if chosen.env not in PRESETS:
+        raise UserError(f"unknown env {chosen.env!r}; there are: {', '.join(PRESETS)}")
+    if chosen.preset not in PRESETS[chosen.env]:
+        raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(PRESETS[chosen.env])}")
+    preset = PRESETS[chosen.env][chosen.preset]
+    typed = vars(make_parser(preset).parse_args(argv))
+    names = {f.name for f in fields(Config)}
+    return typed, Config(**{**preset, **{k: v for k, v in typed.items() if k in names}})
+
+
+def refuse_others(typed, *allowed):
+    """Flags that have no meaning in this mode are mistakes."""
+    for name in typed:
+        if name not in allowed:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with --{allowed[0]}")
+
+
+def evaluate(typed, config):
+    """--eval: meta-test an agent and print the table."""
+    refuse_others(typed, "eval", "split", "episodes", "csv", "device", "threads", "eval_tasks")
+    split, episodes = typed.get("split", "test"), typed.get("episodes", 6)
+    if split not in ("test", "ood", "train"):
+        raise UserError(f"unknown split {split!r}; there are: test, ood, train")
+    if not 1 <= episodes <= 1000:
+        raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
+    check(config)
+    set_threads(config)
+    agent = load_agent(typed["eval"], config.device)
+    envs = make_tasks(agent.config.env, config.eval_tasks, TEST_SEED, split)
+    if envs.single_observation_space.shape[0] != agent.state_size:
+        raise UserError(f"{typed['eval']} was trained on observations of another size than {agent.config.env} has")
+    returns, success = meta_test(agent, envs, episodes)
+    print(f"{typed['eval']}: {agent.config.agent} on {agent.config.env}, {config.eval_tasks} {split} tasks")
+    print(table(returns, success, envs.tasks))
+    if "csv" in typed:
+        try:
+            Path(typed["csv"]).write_text(csv_of(eval_rows(agent.trained_steps, split, returns, success)))
+        except OSError as error:
+            raise RunError(f"cannot write {typed['csv']}: {error.strerror}") from None
+    envs.close()
+
+
+def main(argv=None):
+    """-> exit status: 0; 1 the run broke; 2 a mistake of the user's; 130, 143 stopped by Ctrl-C or SIGTERM."""
+    def stop(number, frame):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)                      # a second Ctrl-C ends at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        typed, config = parse(sys.argv[1:] if argv is None else argv)
+        if "eval" in typed:
+            evaluate(typed, config)
+        elif "resume" in typed:
+            refuse_others(typed, "resume", "device", "threads")
+            path = Path(typed["resume"]) / "checkpoint.pt"
+            config, _ = restored(read(path, "checkpoint"), path)
+            for name in typed.keys() & {"device", "threads"}:
+                setattr(config, name, typed[name])
+            train(config, resume=typed["resume"])
+        else:
+            refuse_others(typed, "env", *(f.name for f in fields(Config)), "preset")
+            train(config)
+    except UserError as error:
+        print(f"trmrl.py: {error}", file=sys.stderr)
+        return 2
+    except (RunError, OSError) as error:
+        print(f"trmrl.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
