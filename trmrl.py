@@ -17,14 +17,12 @@ import io
 import json
 import math
 import os
-import pickle
 import platform
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import gymnasium
@@ -369,15 +367,13 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
         self.value = mlp([state_size if config.separate_value else d, 64, 64, 1], output_scale=1.0)
 
-    def embed(self, x):
-        """(s, a, r, eta) of each slot, (M, N, width) -> working memories with positions (M, N, d)."""
-        return self.phi(x) + self.positions
+    def remember(self, x, current):
+        """x (M, N, width), current (M,) -> the episodic memory e^L of the current step (M, d)."""
+        return self.transformer(self.phi(x) + self.positions, current)
 
-    def forward(self, x, current):
-        """x (M, N, width), current (M,) -> mean action (M, A), value (M,)."""
-        e = self.transformer(self.embed(x), current)
-        state = x[torch.arange(len(x), device=x.device), current, :self.state_size]
-        return self.policy(e), self.value(state if self.config.separate_value else e).squeeze(-1)
+    def evaluate(self, e, state):
+        """Memories (..., d) and normalised states (..., state_size) -> values (...)."""
+        return self.value(state if self.config.separate_value else e).squeeze(-1)
 
     def log_prob(self, mean, action):
         """Of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
@@ -387,12 +383,12 @@ class Agent(nn.Module):
     def entropy(self):
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
 
-    # ---- acting ----
+    # ---- acting: Algorithm 1 is `act` and `observe` in turn ----
 
     def reset(self, num_tasks, generator=None):
         """Empty memories for so many tasks; `generator` draws the noise of sampled actions."""
-        self.memory = WorkingMemory(num_tasks, self.config.memory_length, self.state_size, self.width,
-                                    self.phi.weight.device)
+        device = self.log_std.device
+        self.memory = WorkingMemory(num_tasks, self.config.memory_length, self.state_size, self.width, device)
         self.generator, self.pending = generator, None
 
     def act(self, obs, sample=False):
@@ -400,33 +396,32 @@ class Agent(nn.Module):
         return self.step(obs, sample)[0].cpu().numpy()
 
     def observe(self, action, reward, terminated):
-        """Completes the working memory of this step; who has terminated starts with an empty memory (or keeps it)."""
-        columns = [np.asarray(c, dtype=np.float32).reshape(len(action), -1) for c in (action, reward, terminated)]
+        """Completes the working memory of this step. Who has terminated starts with an empty one (--keep-memory: not).
+
+        Nothing is sent to the device yet: the next `act` takes it along, so there is one transfer per step.
+        """
+        columns = [np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated)]
         self.pending = np.concatenate(columns, axis=1)
 
     @torch.no_grad()
     def step(self, obs, sample):
-        """As `act`, but all on the device: action, its log-probability, value, normalised state (B, .)."""
-        obs = np.asarray(obs, dtype=np.float32)
-        if self.pending is not None:                                      # one transfer for what is new
-            obs = np.concatenate([obs, self.pending], axis=1)
-        new = torch.as_tensor(obs).to(self.phi.weight.device)
-        if self.pending is not None:
-            A = len(self.log_std)
-            past = new[:, self.state_size:]
-            past[:, :A] = past[:, :A].clamp(self.action_low, self.action_high)
-            self.memory.complete(past)
+        """As `act`, but all of it, on the device: action, its mean (B, A), memory e (B, d), normalised state."""
+        obs, A = np.asarray(obs, dtype=np.float32), len(self.log_std)
+        if self.pending is None:
+            state = torch.as_tensor(obs).to(self.log_std.device)
+        else:
+            new = torch.as_tensor(np.concatenate([obs, self.pending], axis=1)).to(self.log_std.device)
+            state, action, reward_eta = new.split([self.state_size, A, 2], dim=1)
+            self.memory.complete(torch.cat([action.clamp(self.action_low, self.action_high), reward_eta], dim=1))
             if not self.config.keep_memory:
-                self.memory.forget(past[:, -1] > 0)
+                self.memory.forget(reward_eta[:, 1] > 0)
             self.pending = None
-        state = self.normalizer(new[:, :self.state_size])
+        state = self.normalizer(state)
         self.memory.begin(state)
-        mean, value = self(self.memory.slots, self.memory.current)
-        action = mean
-        if sample:
-            noise = torch.randn(mean.shape, generator=self.generator, device=mean.device)
-            action = mean + self.log_std.exp() * noise
-        return action, self.log_prob(mean, action), value, state
+        e = self.remember(self.memory.slots, self.memory.current)
+        mean = self.policy(e)
+        noise = torch.randn(mean.shape, generator=self.generator, device=mean.device) if sample else 0.0
+        return mean + self.log_std.exp() * noise, mean, e, state
 
 
 # ====================================================================================================================
@@ -443,19 +438,19 @@ class Trials:
     start: torch.Tensor              # (B, T): the first step that this one remembers
     obs: np.ndarray                  # (B, T, state_size) as given
     reward: np.ndarray               # (B, T)
-    terminated: np.ndarray           # (B, T): falls; ends by the clock do not count
+    terminated: np.ndarray           # (B, T): falls; an end by the clock is none
     episode: np.ndarray              # (B, T): 0, 1, ...
-    success: np.ndarray              # (B, T), all NaN where the family has none
-    velocity: np.ndarray             # (B, T), likewise
-    blown_up: int                    # simulations that diverged
+    info: dict                       # what the family tells of each step, (B, T) each
 
     def returns(self, episodes):
-        """Return and success of the first episodes of each task, (B, episodes) each."""
+        """Return and success (NaN where the family has none) of each task's first episodes, (B, episodes) each."""
         which = self.episode[:, :, None] == np.arange(episodes)           # (B, T, episodes)
-        success = np.where(which, self.success[:, :, None], -np.inf).max(axis=1)
-        return (self.reward[:, :, None] * which).sum(axis=1), success
+        success = np.asarray(self.info.get("success", np.full(self.reward.shape, np.nan)), dtype=float)
+        return ((self.reward[:, :, None] * which).sum(axis=1),
+                np.where(which, success[:, :, None], -np.inf).max(axis=1))
 
 
+@torch.no_grad()
 def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length.
 
@@ -464,33 +459,31 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """
     device, B, T = agent.log_std.device, envs.num_envs, episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
-    agent.reset(B, torch.Generator(device).manual_seed(torch_seed) if sample else None)
+    agent.reset(B, torch.Generator(device).manual_seed(torch_seed))
     obs, _ = envs.reset(seed=env_seed, options={} if tasks is None else {"tasks": tasks})
-    steps, rows, blown_up = [], [], 0
-    episode, begun = np.zeros(B, dtype=int), np.zeros(B, dtype=int)
-    nothing = np.full(B, np.nan)
+    episode = begun = np.zeros(B, dtype=int)
+    thoughts, events, infos = [], [], []
     for t in range(T):
-        action, logp, value, state = agent.step(obs, sample)
+        action, mean, e, state = agent.step(obs, sample)
         sent = action.cpu().numpy()
         next_obs, reward, terminated, truncated, info = envs.step(sent)
         done = terminated | truncated
         agent.observe(sent, reward, done)
-        steps.append((state, action, logp, value))
-        rows.append((obs, reward, terminated, done, episode, begun, info.get("success", nothing),
-                     info.get("x_velocity", nothing)))
-        blown_up += int(np.sum(info.get("blown_up", 0)))
-        episode = episode + done
-        begun = np.where(done & (not agent.config.keep_memory), t + 1, begun)
-        obs = next_obs
+        thoughts.append((action, mean, e, state))
+        events.append((obs, reward.astype(np.float32), terminated, done, episode, begun))
+        infos.append(info)
+        obs, episode = next_obs, episode + done
+        if not agent.config.keep_memory:
+            begun = np.where(done, t + 1, begun)
         if done.any() and t + 1 < T:
             obs, _ = envs.reset(options={"reset_mask": done})
-    state, action, logp, value = (torch.stack(x, dim=1) for x in zip(*steps))
-    obs, reward, terminated, done, episode, begun, success, velocity = (np.stack(x, axis=1) for x in zip(*rows))
-    reward = reward.astype(np.float32)
+    action, mean, e, state = (torch.stack(x, dim=1) for x in zip(*thoughts))
+    obs, reward, terminated, done, episode, begun = (np.stack(x, axis=1) for x in zip(*events))
     reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
-    clipped = action.clamp(agent.action_low, agent.action_high)
-    return Trials(torch.cat([state, clipped, reward_eta], dim=-1), action, logp, value,
-                  torch.as_tensor(begun).to(device), obs, reward, terminated, episode, success, velocity, blown_up)
+    memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
+    return Trials(memories, action, agent.log_prob(mean, action), agent.evaluate(e, state),
+                  torch.as_tensor(begun).to(device), obs, reward, terminated, episode,
+                  {k: np.stack([info[k] for info in infos], axis=1) for k in infos[0] if not k.startswith("_")})
 
 
 # ====================================================================================================================
@@ -513,13 +506,14 @@ def gae(reward, value, terminated, gamma, lam):
     return advantage
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm", "skipped")
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 
 def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
     """Loss of a minibatch of M steps, and what to log of it."""
-    mean, value = agent(x, current)
-    log_ratio = agent.log_prob(mean, action) - logp_old
+    e = agent.remember(x, current)
+    value = agent.evaluate(e, x[torch.arange(len(x), device=x.device), current, :agent.state_size])
+    log_ratio = agent.log_prob(agent.policy(e), action) - logp_old
     ratio = log_ratio.exp()                                               # (M,)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
@@ -535,7 +529,7 @@ def make_optimizer(agent, config):
     value = list(agent.value.parameters())
     rest = [p for name, p in agent.named_parameters() if not name.startswith("value.")]
     return torch.optim.Adam([{"params": rest, "rate": config.lr}, {"params": value, "rate": config.value_lr}],
-                            lr=config.lr, eps=1e-5, fused=agent.log_std.device.type != "meta")
+                            lr=config.lr, eps=1e-5, fused=True)
 
 
 def ppo_update(agent, optimizer, trials, config, generator):
@@ -550,7 +544,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
     memories, action = trials.memories.flatten(0, 1), trials.action.flatten(0, 1)
     logp, advantage = trials.logp.flatten(), advantage.flatten()
     parameters = list(agent.parameters())
-    totals, count = torch.zeros(len(METRICS), device=device), 0
+    totals, count = torch.zeros(len(METRICS) + 1, device=device), 0
     for _ in range(config.epochs):
         order = torch.randperm(B * T, generator=generator, device=device)
         for index in order.split(config.minibatch):
@@ -567,7 +561,8 @@ def ppo_update(agent, optimizer, trials, config, generator):
             totals += torch.stack([*log, norm, skip]).nan_to_num(0.0, 0.0, 0.0)
             count += 1
     agent.normalizer.update(torch.as_tensor(trials.obs).to(device).flatten(0, 1))
-    return dict(zip(METRICS, (totals / count).tolist())) | {"skipped": round(float(totals[-1])), "updates": count}
+    *means, skipped = totals.tolist()
+    return {**{name: total / count for name, total in zip(METRICS, means)}, "updates": count, "skipped": int(skipped)}
 
 
 # ====================================================================================================================
@@ -582,48 +577,36 @@ def meta_test(agent, envs, episodes):
     return collect(agent, envs, episodes, sample=False, seed=TEST_SEED).returns(episodes)
 
 
-def bootstrap(values, level=0.95, resamples=2000):
-    """Percentile bootstrap interval of the mean of `values` (n,)."""
+def bootstrap(values, resamples=2000):
+    """95 % percentile bootstrap interval of the mean of `values` (n,)."""
     values = np.asarray(values, dtype=float)
     draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
-    return np.quantile(values[draws].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
 
 
 def eval_rows(step, split, returns, success):
-    """The rows of eval.csv, one per task and episode."""
+    """Rows of eval.csv, one per task and episode."""
     return [{"step": step, "split": split, "task": i, "episode": k + 1, "return": f"{returns[i, k]:.4f}",
-             "success": f"{success[i, k]:.0f}" if np.isfinite(success[i, k]) else ""}
-            for i in range(returns.shape[0]) for k in range(returns.shape[1])]
-
-
-def csv_of(rows, header=True):
-    """Dicts of one kind -> csv text."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
+             "success": f"{success[i, k]:.0f}" if np.isfinite(success[i, k]) else ""} for i, k in np.ndindex(returns.shape)]
 
 
 def table(returns, success, tasks):
     """What --eval prints: per episode the mean return over the tasks, its 95 % interval, the worst and best task."""
-    def name(i):
-        return "task " + "(" + ", ".join(f"{x:.3g}" for x in np.atleast_1d(tasks[i])) + ")"
+    def extreme(r, i):
+        return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
 
-    lines = [f"{'episode':>7} {'return':>9} {'95 % interval':>20}   {'worst':>9} {'':<16} {'best':>9} {'':<16}"
-             + (f" {'success':>8}" if np.isfinite(success).all() else "")]
-    for k in range(returns.shape[1]):
-        r = returns[:, k]
+    rows = [("episode", "return", "95 % interval", "worst", "best", "success")]
+    for k, r in enumerate(returns.T):
         low, high = bootstrap(r)
-        lines.append(f"{k + 1:>7} {r.mean():>9.1f} {f'{low:.1f} to {high:.1f}':>20}   {r.min():>9.1f} {name(r.argmin()):<16}"
-                     f" {r.max():>9.1f} {name(r.argmax()):<16}"
-                     + (f" {success[:, k].mean():>8.0%}" if np.isfinite(success).all() else ""))
-    return "\n".join(lines)
+        reached = f"{success[:, k].mean():.0%}" if np.isfinite(success).all() else "-"
+        rows.append((str(k + 1), f"{r.mean():.1f}", f"{low:.1f} to {high:.1f}", extreme(r, r.argmin()),
+                     extreme(r, r.argmax()), reached))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
 
 
 # ====================================================================================================================
-# 9. Files: run folder, checkpoints, agents. Loading never runs code that a file brings (weights_only).
+# 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings along (weights_only).
 # ====================================================================================================================
 
 class RunError(Exception):
@@ -633,110 +616,111 @@ class RunError(Exception):
 def write_atomically(path, data: bytes):
     """The old file stays whole until the new one is on the disk."""
     beside = path.with_name(path.name + ".part")
-    with open(beside, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def packed(content) -> bytes:
+def packed(**content) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def read(path, kind):
-    """The content of an agent.pt or a checkpoint.pt, or one line about what is wrong with it."""
-    path = Path(path)
+def csv_text(rows, header):
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def load(path, kind):
+    """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it.
+
+    The agent is built without memory of its own and takes the tensors of the file, so a forged config costs nothing.
+    """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError,
-            pickle.UnpicklingError):
-        raise UserError(f"{path} is damaged or no file of ours; take another one") from None
+    except Exception:                                      # whatever a damaged or foreign file provokes
+        raise UserError(f"{path} is damaged or was not written by trmrl.py; take another file") from None
     if not isinstance(content, dict) or content.get("kind") != kind:
-        raise UserError(f"{path} is no {kind} written by trmrl.py; take another one")
+        raise UserError(f"{path} is no {kind} of trmrl.py; take another file")
     if content.get("version") != VERSION:
-        raise UserError(f"{path} has version {content.get('version')}, this file reads version {VERSION}; "
-                        f"use the trmrl.py it was made with")
-    return content
-
-
-def restored(content, path):
-    """(config, agent) of a file's content. No number in it can make us allocate more than the file itself holds."""
+        raise UserError(f"{path} has version {content.get('version')}, this trmrl.py reads version {VERSION}; "
+                        f"use the trmrl.py that wrote it")
     try:
+        weights = content["weights"]
         config = Config(**content["config"])
         check(config)
-        low, high = content["weights"]["action_low"], content["weights"]["action_high"]
         with torch.device("meta"):
-            agent = Agent(config, len(content["weights"]["normalizer.mean"]), low, high)
+            agent = Agent(config, len(weights["normalizer.mean"]), weights["action_low"], weights["action_high"])
+        agent.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
-        agent.load_state_dict({k: v.float() for k, v in content["weights"].items()}, assign=True)
-    except (KeyError, TypeError, AttributeError, RuntimeError, UserError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"{path} does not hold an agent of this version ({reason}); take another one") from None
-    return config, agent
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or ["?"])[-1].strip()
+        raise UserError(f"{path} does not hold an agent of this trmrl.py ({reason}); take another file") from None
+    return content, agent
 
 
 def load_agent(path, device="cpu") -> Agent:
     """A trained agent from a run folder or an agent.pt."""
     path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
-    config, agent = restored(read(path, "agent"), path)
-    return agent.to(pick_device(device)).requires_grad_(False)
+    return load(path, "agent")[1].to(pick_device(device)).requires_grad_(False)
 
 
 class Run:
-    """All that changes in the course of a run, and its folder. Randomness is drawn anew from (seed, iteration), so
-    the iteration counter is the state of every generator."""
+    """All that changes in the course of a run, and its folder. Random numbers are drawn from (seed, iteration), so the
+    iteration is also the state of every generator."""
 
-    def __init__(self, folder, config, agent, iteration=0, seconds=0.0, csv_text=None, optimizer_state=None):
-        self.folder, self.config, self.agent = Path(folder), config, agent
-        self.optimizer = make_optimizer(agent, config)
-        if optimizer_state is not None:
-            self.optimizer.load_state_dict(optimizer_state)
-        self.iteration, self.seconds = iteration, seconds
-        self.csv_text = csv_text or {"progress.csv": "", "eval.csv": ""}
+    def __init__(self, folder, agent, content=None):
+        self.folder, self.agent, self.config = Path(folder), agent, agent.config
+        self.optimizer = make_optimizer(agent, agent.config)
+        self.iteration, self.seconds, self.csv = 0, 0.0, {"progress.csv": "", "eval.csv": ""}
+        if content:
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.iteration, self.seconds, self.csv = (content[k] for k in ("iteration", "seconds", "csv"))
         self.saved_at, self.last_test = time.monotonic(), "test ?"
 
     def start(self):
-        """The folder as the checkpoint knows it: rows of an unfinished iteration are dropped."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in self.csv_text.items():
-            write_atomically(self.folder / name, text.encode())
+        """The folder as the checkpoint knows it: rows of an unfinished iteration go."""
+        self.snapshot()
+        self.save()
         versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                     "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
         write_atomically(self.folder / "config.json",
                          json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode())
-        self.snapshot()
-        self.save()
+        for name, text in self.csv.items():
+            write_atomically(self.folder / name, text.encode())
 
     def add_rows(self, name, rows):
-        """Append dicts to a csv file of the folder."""
-        text = csv_of(rows, header=not self.csv_text[name])
-        self.csv_text[name] += text
+        text = csv_text(rows, header=not self.csv[name])
+        self.csv[name] += text
         with open(self.folder / name, "a") as f:
             f.write(text)
 
     def snapshot(self):
-        """What a checkpoint of this moment would hold; later changes do not touch it."""
+        """The files as they would be now; what the next iteration changes does not touch them."""
         common = {"version": VERSION, "config": asdict(self.config), "weights": self.agent.state_dict(),
                   "step": self.agent.trained_steps}
-        self.agent_bytes = packed({"kind": "agent", **common})
-        self.checkpoint_bytes = packed({"kind": "checkpoint", **common, "optimizer": self.optimizer.state_dict(),
-                                        "iteration": self.iteration, "seconds": self.seconds,
-                                        "csv_text": self.csv_text})
+        self.files = {"agent.pt": packed(kind="agent", **common), "checkpoint.pt": packed(
+            kind="checkpoint", **common, optimizer=self.optimizer.state_dict(), iteration=self.iteration,
+            seconds=self.seconds, csv=self.csv)}
 
     def save(self):
-        write_atomically(self.folder / "checkpoint.pt", self.checkpoint_bytes)
-        write_atomically(self.folder / "agent.pt", self.agent_bytes)
+        """The last snapshot, to the disk, also if somebody has deleted the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            write_atomically(self.folder / name, data)
         self.saved_at = time.monotonic()
-
-    @property
-    def checkpoint_is_due(self):
-        every = self.config.checkpoint_every
-        return self.iteration % every == 0 if every else time.monotonic() - self.saved_at > 30
 
 
 # ====================================================================================================================
@@ -745,97 +729,92 @@ class Run:
 
 def pick_device(name):
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else
-                            "mps" if torch.backends.mps.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError):
         raise UserError(f"device {name!r} is not there; take auto, cpu, cuda, cuda:1 or mps") from None
-    return device
 
 
-def set_threads(config):
-    """Of the network and, since the tasks ask PyTorch for the number, of the physics."""
+def set_threads(threads):
+    """Of the network and, since the tasks ask PyTorch for the number, of the physics; 0: all cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(config.threads or cores)
+    torch.set_num_threads(threads or cores)
 
 
 def check(config):
     """Refuse what cannot work, before anything starts."""
     for f in fields(Config):
-        value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
-        if type(value) is not type(f.default) and not (type(f.default) is float and type(value) is int):
-            raise UserError(f"--{f.name.replace('_', '-')} takes a {type(f.default).__name__}, not {value!r}")
+        name, value = "--" + f.name.replace("_", "-"), getattr(config, f.name)
+        low, high = f.metadata["low"], f.metadata["high"]
+        if type(value) not in (type(f.default), int if type(f.default) is float else type(f.default)):
+            raise UserError(f"{name} takes a {type(f.default).__name__}, not {value!r}")
         if low is not None and not low <= value <= high:
-            raise UserError(f"--{f.name.replace('_', '-')} must be between {low:g} and {high:g}, not {value:g}")
+            raise UserError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
     if config.d_model % config.heads:
-        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}")
+        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; take 1, 2 or 4 heads")
     if config.d_model % 2:
-        raise UserError(f"--d-model must be even, for sines and cosines, not {config.d_model}")
-    if any(c in config.tag for c in "/\\\0"):
-        raise UserError(f"--tag is part of a folder's name, so without {config.tag!r}'s slashes")
+        raise UserError(f"--d-model must be even, for pairs of sine and cosine, not {config.d_model}")
+    if any(c in config.tag + config.env for c in "/\\\0"):
+        raise UserError("--tag and --env name a folder: no slashes there")
 
 
-def run_folder(config):
-    name = f"{config.agent}-seed{config.seed}" + (f"-{config.tag}" if config.tag else "")
-    return Path(config.run_dir) if config.run_dir else Path("runs") / config.env / name
-
-
-def open_run(config, resume, envs):
-    """A new run, or the one in folder `resume` as its last checkpoint has it; the agent on its device."""
-    device = pick_device(config.device)
+def open_run(config, envs, resume):
+    """A new run, or the one in folder `resume` as its checkpoint has it; the agent on its device."""
     if resume is not None:
         path = Path(resume) / "checkpoint.pt"
-        content = read(path, "checkpoint")
-        _, agent = restored(content, path)
+        content, agent = load(path, "checkpoint")
+        agent.config = config
         try:
-            return Run(resume, config, agent.to(device), content["iteration"], content["seconds"],
-                       content["csv_text"], content["optimizer"])
+            return Run(resume, agent.to(config.device), content)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); start the run anew") from None
-    folder = run_folder(config)
+    folder = Path("runs") / config.env / "-".join(filter(None, (config.agent, f"seed{config.seed}", config.tag)))
+    folder = Path(config.run_dir) if config.run_dir else folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag or --run-dir")
-    space = envs.single_action_space
-    with torch.random.fork_rng(devices=[]):                               # the same first weights on every device
+    with torch.random.fork_rng(devices=[]):                # the same first weights on every device
         torch.manual_seed(config.seed)
+        space = envs.single_action_space
         agent = Agent(config, envs.single_observation_space.shape[0], space.low, space.high)
-    return Run(folder, config, agent.to(device))
+    return Run(folder, agent.to(config.device))
 
 
 def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
-    """Meta-train on tasks of `make_tasks`; `resume` names a run folder to go on with."""
+    """Meta-train on the tasks of `make_tasks`. `resume` names a run folder to go on with; `config` is then its own."""
     check(config)
-    set_threads(config)
+    set_threads(config.threads)
+    config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
     envs = make_tasks(config.env, config.num_tasks, config.seed, "train")
     batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
     if config.minibatch > batch:
-        raise UserError(f"--minibatch {config.minibatch} is larger than a batch: {config.num_tasks} tasks x "
+        raise UserError(f"--minibatch {config.minibatch} is more than a batch has: {config.num_tasks} tasks x "
                         f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
     tests = {}
     for split in ("test", "ood"):
         try:
             tests[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
-        except ValueError:
-            pass                                                          # a split that the family does not have
-    run = open_run(config, resume, envs)
-    last = -(-config.total_steps // batch)
+        except ValueError:                                 # a split that the family does not have
+            pass
+    run = open_run(config, envs, resume)
+    last = math.ceil(config.total_steps / batch)
     if run.iteration >= last:
-        print(f"{run.folder} is finished: {run.iteration * batch:,} steps")
+        print(f"{run.folder} is finished, after {run.iteration * batch:,} steps")
         return run.agent
     run.start()
-    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps on "
-          f"{run.agent.log_std.device}, {torch.get_num_threads()} threads, into {run.folder}", flush=True)
+    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps on {config.device}, "
+          f"{config.threads} threads, to {run.folder}", flush=True)
     try:
         while run.iteration < last:
             iterate(run, envs, tests, last, batch)
-            if run.checkpoint_is_due or run.iteration == last:
+            waited = time.monotonic() - run.saved_at > 30
+            if run.iteration == last or (run.iteration % config.checkpoint_every == 0 if config.checkpoint_every else waited):
                 run.save()
-    except BaseException:
-        rescue(run)
+    except BaseException:                                  # Ctrl-C, a full disk, ...: the last finished iteration stays
+        run.save()
+        print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
     finally:
         for each in (envs, *tests.values()):
@@ -848,60 +827,39 @@ def iterate(run, envs, tests, last, batch):
     config, agent, began = run.config, run.agent, time.monotonic()
     for group in run.optimizer.param_groups:
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
-    seeds = np.random.SeedSequence([config.seed, run.iteration]).generate_state(3)
+    seeds = [int(s) for s in np.random.SeedSequence([config.seed, run.iteration]).generate_state(3)]
     tasks = envs.sample_tasks(np.random.default_rng(seeds[0]))
-    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=int(seeds[1]), tasks=tasks)
-    generator = torch.Generator(agent.log_std.device).manual_seed(int(seeds[2]))
+    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=seeds[1], tasks=tasks)
+    generator = torch.Generator(agent.log_std.device).manual_seed(seeds[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
         raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration {run.iteration + 1} "
-                       f"were not finite; try a lower --lr or --max-grad-norm (the checkpoint before it is kept)")
-    returns, success = trials.returns(config.episodes_per_trial)
-    spent = time.monotonic() - began
+                       f"were not finite; start anew with a lower --lr")
+    speed = batch / (time.monotonic() - began)
     run.iteration += 1
-    agent.trained_steps = step = run.iteration * batch
-    rows = []
+    agent.trained_steps = run.iteration * batch
     if run.iteration % config.eval_every == 0 or run.iteration == last:
-        for split, tests_of_split in tests.items():
-            tested, reached = meta_test(agent, tests_of_split, config.eval_episodes)
-            rows += eval_rows(step, split, tested, reached)
+        for split, test_envs in tests.items():
+            returns, success = meta_test(agent, test_envs, config.eval_episodes)
+            run.add_rows("eval.csv", eval_rows(agent.trained_steps, split, returns, success))
             if split == "test":
-                run.last_test = f"test {tested[:, 0].mean():.1f}"
+                run.last_test = f"test {returns[:, 0].mean():.1f}"
     run.seconds += time.monotonic() - began
-    run.add_rows("progress.csv", [{
-        "iteration": run.iteration, "step": step, "seconds": f"{run.seconds:.2f}",
-        "steps_per_second": f"{batch / spent:.0f}", "train_return": f"{returns.mean():.4f}",
-        "train_success": f"{success.mean():.4f}" if np.isfinite(success).all() else "",
-        **{k: f"{v:.6g}" for k, v in metrics.items()}, "std": f"{float(agent.log_std.detach().exp().mean()):.6g}",
-        "lr": f"{run.optimizer.param_groups[0]['lr']:.6g}", "blown_up": trials.blown_up}])
-    if rows:
-        run.add_rows("eval.csv", rows)
+    returns, success = trials.returns(config.episodes_per_trial)
+    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds, "steps_per_second": speed,
+           "train_return": returns.mean(), "train_success": success.mean(), **metrics,
+           "std": agent.log_std.detach().exp().mean().item(), "lr": run.optimizer.param_groups[0]["lr"],
+           "blown_up": int(np.sum(trials.info.get("blown_up", 0)))}
+    run.add_rows("progress.csv", [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}])
     run.snapshot()
-    show_progress(run, last, batch, batch / spent, returns.mean())
-
-
-def show_progress(run, last, batch, speed, train_return):
-    """One live line on a terminal, plain lines in a pipe."""
     left = (last - run.iteration) * run.seconds / run.iteration
-    line = (f"{run.iteration * batch / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
-            f"{int(left // 60)}:{int(left % 60):02d} left   train {train_return:.1f}   {run.last_test}")
-    live = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns - 1
-    print(f"\r{line[:width]:<{width}}" if live else line, end="" if live and run.iteration < last else "\n", flush=True)
-
-
-def rescue(run):
-    """The run broke off: keep its last finished iteration, in the folder or, if that is impossible, elsewhere."""
-    for folder in (run.folder, Path(tempfile.gettempdir()) / f"trmrl-rescued-{os.getpid()}"):
-        try:
-            run.folder = folder
-            folder.mkdir(parents=True, exist_ok=True)
-            run.save()
-            print(f"\nstopped after iteration {run.iteration}; go on with: python trmrl.py --resume {folder}",
-                  file=sys.stderr)
-            return
-        except OSError:
-            continue
+    line = (f"{agent.trained_steps / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
+            f"{int(left // 60)}:{int(left % 60):02d} left   train {returns.mean():.1f}   {run.last_test}")
+    if sys.stdout.isatty():                                # one live line on a terminal, plain lines in a pipe
+        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="\n" if run.iteration == last else "",
+              flush=True)
+    else:
+        print(line, flush=True)
 
 
 # ====================================================================================================================
@@ -909,7 +867,7 @@ def rescue(run):
 # ====================================================================================================================
 
 AGENTS = ("trmrl",)
-PRESETS = {                                                # what differs from Config's defaults
+PRESETS = {                                                # per env what differs from Config's defaults
     "halfcheetah_vel": {
         "default": {},
         "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000, clip=0.1,
@@ -924,32 +882,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(text):
-    """An int, also written 2e6 or 2_000_000."""
-    number = float(text)
-    if number != int(number):
+    """An int, also written 2e6."""
+    if float(text) != int(float(text)):
         raise ValueError
-    return int(number)
-
-
-def make_parser(preset):
-    parser = Parser(description="TrMRL: meta-train, or meta-test, a transformer that adapts to new tasks.",
-                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent instead of training one")
-    parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
-    parser.add_argument("--episodes", type=whole, help="with --eval: episodes per task (default: 6)")
-    parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
-    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
-    parser.add_argument("--preset", help="default, or paper: the sizes and schedule of the paper's release")
-    for f in fields(Config):
-        kind = {int: whole, bool: None}.get(type(f.default), type(f.default))
-        extra = {"type": kind} if kind else {"action": argparse.BooleanOptionalAction}
-        parser.add_argument("--" + f.name.replace("_", "-"), **extra,
-                            help=f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})".replace("%", "%%"))
-    return parser
+    return int(float(text))
 
 
 def parse(argv):
-    """(what was typed, the Config it makes)."""
+    """(what was typed, the Config that it makes)."""
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--env", default=Config.env)
     early.add_argument("--preset", default="default")
@@ -959,16 +899,29 @@ def parse(argv):
     if chosen.preset not in PRESETS[chosen.env]:
         raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(PRESETS[chosen.env])}")
     preset = PRESETS[chosen.env][chosen.preset]
-    typed = vars(make_parser(preset).parse_args(argv))
+    parser = Parser(description="TrMRL: meta-train, or meta-test, an agent that adapts to new tasks.",
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent instead of training one")
+    parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
+    parser.add_argument("--episodes", type=whole, help="with --eval: episodes per task (default: 6)")
+    parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
+    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
+    parser.add_argument("--preset", help="default, or paper: sizes and schedule of the paper's release")
+    for f in fields(Config):
+        kind = {"action": argparse.BooleanOptionalAction} if type(f.default) is bool else \
+            {"type": whole if type(f.default) is int else type(f.default), "metavar": "X"}
+        help = f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})"
+        parser.add_argument("--" + f.name.replace("_", "-"), help=help.replace("%", "%%"), **kind)
+    typed = vars(parser.parse_args(argv))
     names = {f.name for f in fields(Config)}
     return typed, Config(**{**preset, **{k: v for k, v in typed.items() if k in names}})
 
 
 def refuse_others(typed, *allowed):
-    """Flags that have no meaning in this mode are mistakes."""
-    for name in typed:
-        if name not in allowed:
-            raise UserError(f"--{name.replace('_', '-')} has no meaning with --{allowed[0]}")
+    """A flag without a meaning here is a mistake."""
+    for name in typed.keys() - set(allowed):
+        raise UserError(f"--{name.replace('_', '-')} has no meaning " +
+                        (f"with --{allowed[0]}" if allowed[0] in typed else f"without --{'eval'}"))
 
 
 def evaluate(typed, config):
@@ -980,26 +933,22 @@ def evaluate(typed, config):
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
     check(config)
-    set_threads(config)
+    set_threads(config.threads)
     agent = load_agent(typed["eval"], config.device)
     envs = make_tasks(agent.config.env, config.eval_tasks, TEST_SEED, split)
     if envs.single_observation_space.shape[0] != agent.state_size:
-        raise UserError(f"{typed['eval']} was trained on observations of another size than {agent.config.env} has")
+        raise UserError(f"the agent in {typed['eval']} knows observations of another size than {agent.config.env} has")
     returns, success = meta_test(agent, envs, episodes)
-    print(f"{typed['eval']}: {agent.config.agent} on {agent.config.env}, {config.eval_tasks} {split} tasks")
+    print(f"{agent.config.agent} after {agent.trained_steps:,} steps of {agent.config.env}: {config.eval_tasks} {split} tasks")
     print(table(returns, success, envs.tasks))
     if "csv" in typed:
-        try:
-            Path(typed["csv"]).write_text(csv_of(eval_rows(agent.trained_steps, split, returns, success)))
-        except OSError as error:
-            raise RunError(f"cannot write {typed['csv']}: {error.strerror}") from None
-    envs.close()
+        Path(typed["csv"]).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
 
 
 def main(argv=None):
-    """-> exit status: 0; 1 the run broke; 2 a mistake of the user's; 130, 143 stopped by Ctrl-C or SIGTERM."""
+    """Exit status: 0, or 1 the run broke, 2 a mistake of the user's, 130 or 143 stopped by Ctrl-C or SIGTERM."""
     def stop(number, frame):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)                      # a second Ctrl-C ends at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)       # a second Ctrl-C ends at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise SystemExit(128 + number)
 
@@ -1011,13 +960,10 @@ def main(argv=None):
             evaluate(typed, config)
         elif "resume" in typed:
             refuse_others(typed, "resume", "device", "threads")
-            path = Path(typed["resume"]) / "checkpoint.pt"
-            config, _ = restored(read(path, "checkpoint"), path)
-            for name in typed.keys() & {"device", "threads"}:
-                setattr(config, name, typed[name])
-            train(config, resume=typed["resume"])
+            _, agent = load(Path(typed["resume"]) / "checkpoint.pt", "checkpoint")
+            train(replace(agent.config, **{k: v for k, v in typed.items() if k != "resume"}), resume=typed["resume"])
         else:
-            refuse_others(typed, "env", *(f.name for f in fields(Config)), "preset")
+            refuse_others(typed, "preset", *(f.name for f in fields(Config)))
             train(config)
     except UserError as error:
         print(f"trmrl.py: {error}", file=sys.stderr)
