@@ -1,10 +1,10 @@
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-An agent meets a task it has never seen and adapts to it within a few time steps, with frozen weights: a causal
-transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the current
-step to a Gaussian policy. It is trained with PPO over trials of several episodes; T-Fixup lets it train without layer
-normalisation or warm-up. The file follows the paper: tasks (App. B), working memory (Sec. 4.1), transformer and
-T-Fixup (Sec. 3.2, 3.3, 4.2, 4.3), agent, trials, PPO (Sec. 5.1), meta-testing (Sec. 5.1, 5.2), runs, command line.
+An agent meets a task it has never seen and adapts within a few time steps, with frozen weights: a causal
+transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the
+current step to a Gaussian policy. PPO trains it over trials of several episodes; T-Fixup lets it do without
+layer normalisation and warm-up. The file follows the paper: tasks (App. B), working memory (Sec. 4.1),
+transformer and T-Fixup (Sec. 3.2, 3.3, 4.2, 4.3), agent, trials and PPO (Sec. 5.1), meta-testing (Sec. 5.2).
 
     python trmrl.py --env halfcheetah_vel             # meta-train
     python trmrl.py --eval runs/halfcheetah_vel/...   # meta-test on tasks it never saw
@@ -34,16 +34,14 @@ import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import nn
 
-VERSION = 1                                                # of the files we write; older ones are refused by name
+VERSION = 1                                       # of the files we write; others are refused by their number
 
 
 class UserError(ValueError):
     """Something the user can mend: shown as one line, exit status 2."""
 
 
-# ====================================================================================================================
-# 1. Configuration: every field is a flag of the same name (memory_length: --memory-length)
-# ====================================================================================================================
+# 1. Configuration: every field is a flag of the same name (memory_length: --memory-length) ----------------
 
 def flag(default, help, low=None, high=None):
     return field(default=default, metadata={"help": help, "low": low, "high": high})
@@ -62,10 +60,11 @@ class Config:
     total_steps: int = flag(1_500_000, "environment steps of the whole training", 1, 10**12)
     num_tasks: int = flag(20, "tasks per iteration, over all processes", 1, 100_000)
     episodes_per_trial: int = flag(2, "E, episodes of a trial", 1, 1000)
-    eval_every: int = flag(10, "iterations between two meta-tests; the last iteration has one in any case", 1, 10**9)
+    eval_every: int = flag(10, "iterations between two meta-tests; the last has one in any case", 1, 10**9)
     eval_tasks: int = flag(20, "tasks of a meta-test", 1, 100_000)
-    eval_episodes: int = flag(2, "episodes per task of a meta-test", 1, 1000)
-    checkpoint_every: int = flag(0, "iterations between two checkpoints; 0: at most one in half a minute", 0, 10**9)
+    eval_episodes: int = flag(1, "episodes per task of a meta-test", 1, 1000)
+    final_episodes: int = flag(6, "the same for the last one", 1, 1000)
+    checkpoint_every: int = flag(0, "iterations between two checkpoints; 0: half a minute or more", 0, 10**9)
 
     memory_length: int = flag(5, "N, working memories the transformer sees", 1, 10_000)
     layers: int = flag(2, "L, transformer layers", 1, 100)
@@ -81,7 +80,7 @@ class Config:
     gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
     clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
     epochs: int = flag(5, "passes over a batch", 1, 1000)
-    minibatch: int = flag(200, "environment steps per gradient step", 1, 10**9)
+    minibatch: int = flag(200, "environment steps per gradient step", 2, 10**9)
     lr: float = flag(3e-4, "Adam's learning rate", 0, 1)
     value_lr: float = flag(1e-3, "learning rate of the value head", 0, 1)
     final_lr: float = flag(0.05, "the rates fall linearly to this fraction", 0, 1)
@@ -91,13 +90,12 @@ class Config:
     reward_scale: float = flag(0.1, "rewards times this, for learning only", 1e-9, 1e9)
 
 
-# ====================================================================================================================
-# 2. Tasks (App. B). A family is a VectorEnv whose sub-environments are tasks, plus three things: `tasks` (a row each),
-#    `episode_length`, and `sample_tasks(rng)`, which draws as many new rows from the training distribution.
-# ====================================================================================================================
+# 2. Tasks (App. B) ----------------------------------------------------------------------------------------
+# A family is a VectorEnv whose sub-environments are tasks, plus `tasks` (a row each), `episode_length`, and
+# `sample_tasks(rng)`, which draws as many new rows from the training distribution.
 
 class MujocoTasks(VectorEnv):
-    """Tasks on one MuJoCo body. All of them are stepped by one native call, in threads: no Python per task."""
+    """Tasks on one MuJoCo body, all stepped by one native call, in threads: no Python per task."""
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
     xml, frame_skip, skipped_qpos, episode_length = "", 5, 1, 200
     splits = ("train", "test")
@@ -114,18 +112,18 @@ class MujocoTasks(VectorEnv):
         self.dt = self.model.opt.timestep * self.frame_skip
         nq, nv = self.model.nq, self.model.nv
         self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
-        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one environment step
-        self.qpos, self.qvel = slice(1, 1 + nq), slice(1 + nq, None)
+        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one env step
         self.elapsed = np.zeros(num_tasks, dtype=int)
         box = gymnasium.spaces.Box
         self.single_observation_space = box(-np.inf, np.inf, (nq - self.skipped_qpos + nv,), np.float32)
         self.single_action_space = box(-1.0, 1.0, (self.model.nu,), np.float32)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_tasks)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_tasks)
-        self.tasks = self.fixed_tasks(split) if split != "train" else self.sample_tasks(np.random.default_rng(seed))
+        rng = np.random.default_rng(seed)
+        self.tasks = self.sample_tasks(rng) if split == "train" else self.fixed_tasks(split)
 
     def reset(self, *, seed=None, options=None):
-        """New episodes of the same tasks; options: `tasks` (rows) sets them, `reset_mask` names who starts anew."""
+        """New episodes of the same tasks; options: `tasks` sets them, `reset_mask` says who starts anew."""
         super().reset(seed=seed)
         options = options or {}
         if "tasks" in options:
@@ -145,12 +143,12 @@ class MujocoTasks(VectorEnv):
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
                           state=self.path)
         after = self.path[:, -1].copy()
-        # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know. Its
-        # episode ends, as a terminal, in the last sound state.
+        # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know.
+        # Its episode ends, as a terminal, in the last sound state.
         blown = ~(np.abs(after).max(axis=1) < 1e6) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
         after[blown] = before[blown]
         self.state, self.elapsed = after, self.elapsed + 1
-        velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, metres per second
+        velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
         reward = self.reward(velocity, actions)
         truncated = self.elapsed >= self.episode_length
         return (self.observation(), reward.astype(np.float32), self.fallen() | blown, truncated,
@@ -167,7 +165,7 @@ class MujocoTasks(VectorEnv):
 
 
 class HalfCheetahVel(MujocoTasks):
-    """Run at a hidden target velocity: U[0, 3] in training, [3, 4] out of distribution. No time step shows it but r."""
+    """Run at a hidden velocity, U[0, 3] in training, [3, 4] out of distribution; only r tells of it."""
     xml, splits = "half_cheetah.xml", ("train", "test", "ood")
 
     def sample_tasks(self, rng):
@@ -175,7 +173,8 @@ class HalfCheetahVel(MujocoTasks):
 
     def fixed_tasks(self, split):
         low, high = {"test": (0.0, 3.0), "ood": (3.0, 4.0)}[split]
-        return low + (high - low) * (np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs   # centres of equal bins
+        centres = (np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs   # of equal bins
+        return low + (high - low) * centres
 
     def reward(self, velocity, actions):
         return -np.abs(velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
@@ -191,18 +190,18 @@ def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
     return FAMILIES[env](num_tasks, seed, split)
 
 
-# ====================================================================================================================
-# 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1)
-# ====================================================================================================================
+# 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1) --------------------------------
 
 class WorkingMemory:
-    """Per task a queue of N slots, oldest first: past (s, a, r, eta), then the current (s, PAD, PAD, PAD), then
-    empty ones. PAD is zero. Whatever lies in the empty slots is hidden by the causal mask, never by its value."""
+    """Per task N slots, oldest first: past (s, a, r, eta), then the current (s, PAD, PAD, PAD), then empty.
+
+    PAD is zero. What lies in the empty slots is hidden by the causal mask, because they come last.
+    """
 
     def __init__(self, num_tasks, N, state_size, width, device):
         self.N, self.state_size = N, state_size
         self.slots = torch.zeros(num_tasks, N, width, device=device)
-        self.current = torch.zeros(num_tasks, dtype=torch.long, device=device)   # the slot of the current step
+        self.current = torch.zeros(num_tasks, dtype=torch.long, device=device)   # slot of the current step
         self.rows = torch.arange(num_tasks, device=device)
 
     def begin(self, state):
@@ -224,20 +223,18 @@ class WorkingMemory:
 def windows(memories, index, start, N, state_size):
     """The queues as they were at some steps of a batch, gathered from its transitions, each stored only once.
 
-    memories (steps, width), all tasks one after the other; index (M,) the steps; start (M,) the first step that each
-    remembers -> slots (M, N, width), current (M,).
+    memories (steps, width), task after task; index (M,) the steps; start (M,) the first step that each of
+    these remembers -> slots (M, N, width), current (M,).
     """
     current = (index - start).clamp(max=N - 1)
     slot = torch.arange(N, device=index.device)
-    source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])   # empty slots repeat the current
+    source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])  # empty: any row will do
     x = memories[source]
     x[..., state_size:] *= (slot < current[:, None])[..., None]                        # PAD: not known yet
     return x, current
 
 
-# ====================================================================================================================
-# 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3)
-# ====================================================================================================================
+# 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) -------------------------------------------
 
 def sinusoids(N, d):
     """Positional encoding of "Attention is all you need": (N, d)."""
@@ -246,7 +243,7 @@ def sinusoids(N, d):
 
 
 class Layer(nn.Module):
-    """One refinement e^{l-1} -> e^l (Eq. 6): multi-head self-attention, then a position-wise network, both residual."""
+    """One refinement e^{l-1} -> e^l (Eq. 6): self-attention and a position-wise network, both residual."""
 
     def __init__(self, d, heads, d_ff, layer_norm):
         super().__init__()
@@ -256,16 +253,16 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = (nn.LayerNorm(d) if layer_norm else nn.Identity() for _ in range(2))
 
     def forward(self, query, e, visible):
-        """Refine query (M, Q, d) by the memories e (M, N, d); visible (..., Q, N): which of them each may see."""
+        """Refine query (M, Q, d) by the memories e (M, N, d) that it may see: visible (..., Q, N)."""
         M, Q, d = query.shape
 
-        def split(x):                                                     # (M, ., d) -> (M, heads, ., d / heads)
+        def split(x):  # (M, n, d) -> (M, heads, n, d / heads)
             return x.view(M, -1, self.heads, d // self.heads).transpose(1, 2)
 
         q, k, v = split(self.q(query)), split(self.k(e)), split(self.v(e))
         scores = q @ k.transpose(-2, -1) / math.sqrt(d // self.heads)     # (M, heads, Q, N)
         alpha = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)  # Eq. 4
-        mu = (alpha @ v).transpose(1, 2).reshape(M, Q, d)                 # Eq. 5, the heads side by side (Eq. 1)
+        mu = (alpha @ v).transpose(1, 2).reshape(M, Q, d)                 # Eq. 5; heads side by side, Eq. 1
         e = self.norm1(query + self.out(mu))
         return self.norm2(e + self.ff2(F.relu(self.ff1(e)))), alpha
 
@@ -280,14 +277,14 @@ class Transformer(nn.Module):
             for linear in (layer.q, layer.k, layer.v, layer.out, layer.ff1, layer.ff2):
                 nn.init.xavier_uniform_(linear.weight)
                 nn.init.zeros_(linear.bias)
-            if tfixup:                                                    # Sec. 3.3, second bullet; N there is L here
+            if tfixup:  # Sec. 3.3; its N is the layers, our L
                 for linear in (layer.v, layer.out, layer.ff1, layer.ff2):
                     linear.weight.data *= 0.67 * layers ** -0.25
 
     def forward(self, e, current):
         """e (M, N, d), current (M,) -> the refined memory of the current step (M, d).
 
-        Only that one feeds the heads, so the last layer has a single query. `trace` is the same without the shortcut.
+        Only that one feeds the heads, so the last layer has a single query. `trace` does without that.
         """
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
@@ -299,7 +296,7 @@ class Transformer(nn.Module):
         return self.layers[-1](now, e, visible)[0][:, 0]
 
     def trace(self, e):
-        """The memories of every layer, [e^0 .. e^L] of (M, N, d), and its attention weights, L times (M, h, N, N)."""
+        """For figures: the memories of every layer, e^0 .. e^L (M, N, d), and its alpha (M, heads, N, N)."""
         slot = torch.arange(e.shape[1], device=e.device)
         memories, weights = [e], []
         for layer in self.layers:
@@ -309,9 +306,7 @@ class Transformer(nn.Module):
         return memories, weights
 
 
-# ====================================================================================================================
-# 5. The agent: normaliser, phi, transformer, policy and value heads
-# ====================================================================================================================
+# 5. The agent: normaliser, phi, transformer, policy and value heads ---------------------------------------
 
 class Normalizer(nn.Module):
     """Running mean and variance of all observations seen, merged batch by batch (Chan et al.)."""
@@ -328,7 +323,8 @@ class Normalizer(nn.Module):
     def update(self, x):                                                  # (M, size)
         n, total = x.shape[0], self.count + x.shape[0]
         delta = x.mean(dim=0) - self.mean
-        spread = self.var * self.count + x.var(dim=0, unbiased=False) * n + delta ** 2 * self.count * n / total
+        between = delta ** 2 * self.count * n / total
+        spread = self.var * self.count + x.var(dim=0, unbiased=False) * n + between
         self.mean += delta * n / total
         self.var.copy_(spread / total)
         self.count.copy_(total)
@@ -346,7 +342,7 @@ def mlp(sizes, output_scale):
 
 
 class Agent(nn.Module):
-    """TrMRL. In use: `reset`, then `act` and `observe` in turn (NumPy in and out); Algorithm 1 is those two."""
+    """TrMRL. To use one: `reset`, then `act` and `observe` in turn, NumPy in and out."""
 
     def __init__(self, config: Config, state_size, action_low, action_high):
         super().__init__()
@@ -357,10 +353,9 @@ class Agent(nn.Module):
         self.normalizer = Normalizer(state_size)
         self.width = state_size + A + 2                                   # of (s, a, r, eta)
         self.phi = nn.Linear(self.width, d, bias=False)
-        if config.tfixup:                                                 # Sec. 3.3, first bullet, and T-Fixup's own
-            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)   # rule for embeddings
-        else:
-            nn.init.xavier_uniform_(self.phi.weight)
+        nn.init.xavier_uniform_(self.phi.weight)
+        if config.tfixup:  # Sec. 3.3 and T-Fixup's rule for embeddings
+            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)
         self.register_buffer("positions", sinusoids(config.memory_length, d))
         self.transformer = Transformer(config.layers, d, config.heads, config.d_ff, config.tfixup)
         self.policy = mlp([d, 64, 64, A], output_scale=0.01)
@@ -371,7 +366,7 @@ class Agent(nn.Module):
         """x (M, N, width), current (M,) -> the episodic memory e^L of the current step (M, d)."""
         return self.transformer(self.phi(x) + self.positions, current)
 
-    def evaluate(self, e, state):
+    def values(self, e, state):
         """Memories (..., d) and normalised states (..., state_size) -> values (...)."""
         return self.value(state if self.config.separate_value else e).squeeze(-1)
 
@@ -396,23 +391,24 @@ class Agent(nn.Module):
         return self.step(obs, sample)[0].cpu().numpy()
 
     def observe(self, action, reward, terminated):
-        """Completes the working memory of this step. Who has terminated starts with an empty one (--keep-memory: not).
+        """Completes the working memory of this step; whose episode is over starts anew with an empty one.
 
-        Nothing is sent to the device yet: the next `act` takes it along, so there is one transfer per step.
+        Nothing goes to the device yet: the next `act` takes it along, so there is one transfer per step.
         """
-        columns = [np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated)]
-        self.pending = np.concatenate(columns, axis=1)
+        row = (np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated))
+        self.pending = np.concatenate(list(row), axis=1)
 
     @torch.no_grad()
     def step(self, obs, sample):
-        """As `act`, but all of it, on the device: action, its mean (B, A), memory e (B, d), normalised state."""
+        """As `act`, but all that it finds, on the device: action, its mean, memory e^L, normalised state."""
         obs, A = np.asarray(obs, dtype=np.float32), len(self.log_std)
         if self.pending is None:
             state = torch.as_tensor(obs).to(self.log_std.device)
         else:
             new = torch.as_tensor(np.concatenate([obs, self.pending], axis=1)).to(self.log_std.device)
             state, action, reward_eta = new.split([self.state_size, A, 2], dim=1)
-            self.memory.complete(torch.cat([action.clamp(self.action_low, self.action_high), reward_eta], dim=1))
+            action = action.clamp(self.action_low, self.action_high)      # as the physics saw it
+            self.memory.complete(torch.cat([action, reward_eta], dim=1))
             if not self.config.keep_memory:
                 self.memory.forget(reward_eta[:, 1] > 0)
             self.pending = None
@@ -424,9 +420,7 @@ class Agent(nn.Module):
         return mean + self.log_std.exp() * noise, mean, e, state
 
 
-# ====================================================================================================================
-# 6. Trials: E episodes of each task in a row. One collector for meta-training and meta-testing.
-# ====================================================================================================================
+# 6. Trials: E episodes of each task in a row. One collector for meta-training and meta-testing. -----------
 
 @dataclass
 class Trials:
@@ -443,7 +437,7 @@ class Trials:
     info: dict                       # what the family tells of each step, (B, T) each
 
     def returns(self, episodes):
-        """Return and success (NaN where the family has none) of each task's first episodes, (B, episodes) each."""
+        """Return and success (NaN where a family has none) of the first episodes, (B, episodes) each."""
         which = self.episode[:, :, None] == np.arange(episodes)           # (B, T, episodes)
         success = np.asarray(self.info.get("success", np.full(self.reward.shape, np.nan)), dtype=float)
         return ((self.reward[:, :, None] * which).sum(axis=1),
@@ -454,8 +448,8 @@ class Trials:
 def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length.
 
-    Whoever falls begins its next episode at once, so a trial with falls has more and shorter episodes, and no task
-    ever waits. Memory, GAE and statistics only ask where an episode began.
+    Whoever falls begins its next episode at once, so a trial with falls has more and shorter episodes, and no
+    task ever waits. Memory, GAE and statistics only ask where an episode began.
     """
     device, B, T = agent.log_std.device, envs.num_envs, episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
@@ -481,19 +475,17 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     obs, reward, terminated, done, episode, begun = (np.stack(x, axis=1) for x in zip(*events))
     reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
     memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
-    return Trials(memories, action, agent.log_prob(mean, action), agent.evaluate(e, state),
+    return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
                   torch.as_tensor(begun).to(device), obs, reward, terminated, episode,
-                  {k: np.stack([info[k] for info in infos], axis=1) for k in infos[0] if not k.startswith("_")})
+                  {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]})
 
 
-# ====================================================================================================================
-# 7. PPO over trials (Sec. 5.1, "Meta-Training")
-# ====================================================================================================================
+# 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
 
 def gae(reward, value, terminated, gamma, lam):
-    """Advantages over whole trials, (B, T) each: the E episodes are one trajectory with one discounted return.
+    """Advantages over whole trials, (B, T) each: E episodes are one trajectory with one discounted return.
 
-    - An episode that ends by the clock is no end: its last step bootstraps from the first step of the next episode.
+    - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
     - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
     """
@@ -512,7 +504,7 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction",
 def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
     """Loss of a minibatch of M steps, and what to log of it."""
     e = agent.remember(x, current)
-    value = agent.evaluate(e, x[torch.arange(len(x), device=x.device), current, :agent.state_size])
+    value = agent.values(e, x[torch.arange(len(x), device=x.device), current, :agent.state_size])
     log_ratio = agent.log_prob(agent.policy(e), action) - logp_old
     ratio = log_ratio.exp()                                               # (M,)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -522,7 +514,7 @@ def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * agent.entropy()
     with torch.no_grad():
         approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
-    return loss, (policy_loss.detach(), value_loss.detach(), agent.entropy().detach(), approx_kl, clip_fraction)
+    return loss, (policy_loss, value_loss, agent.entropy(), approx_kl, clip_fraction)
 
 
 def make_optimizer(agent, config):
@@ -533,7 +525,7 @@ def make_optimizer(agent, config):
 
 
 def ppo_update(agent, optimizer, trials, config, generator):
-    """Several epochs of minibatches that mix tasks and time. Nothing leaves the device here but, at the end, METRICS."""
+    """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
     device, N = trials.logp.device, config.memory_length
     B, T = trials.logp.shape
     reward = config.reward_scale * trials.memories[..., -2]
@@ -548,32 +540,31 @@ def ppo_update(agent, optimizer, trials, config, generator):
     for _ in range(config.epochs):
         order = torch.randperm(B * T, generator=generator, device=device)
         for index in order.split(config.minibatch):
-            if len(index) < config.minibatch and count:                   # an odd rest waits for the next epoch
+            if len(index) < config.minibatch:  # an odd rest waits for the next epoch
                 continue
             x, current = windows(memories, index, start[index], N, agent.state_size)
-            loss, log = ppo_loss(agent, x, current, action[index], logp[index], advantage[index], target[index], config)
+            loss, log = ppo_loss(agent, x, current, action[index], logp[index], advantage[index],
+                                 target[index], config)
             optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             skip = (~torch.isfinite(norm)).float()
-            optimizer.found_inf = skip                                    # fused Adam leaves everything as it is
+            optimizer.found_inf = skip                                    # fused Adam then changes nothing
             optimizer.step()
-            totals += torch.stack([*log, norm, skip]).nan_to_num(0.0, 0.0, 0.0)
+            totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
             count += 1
     agent.normalizer.update(torch.as_tensor(trials.obs).to(device).flatten(0, 1))
-    *means, skipped = totals.tolist()
-    return {**{name: total / count for name, total in zip(METRICS, means)}, "updates": count, "skipped": int(skipped)}
+    *sums, skipped = totals.tolist()
+    return dict(zip(METRICS, (x / count for x in sums)), updates=count, skipped=int(skipped))
 
 
-# ====================================================================================================================
-# 8. Meta-testing (Sec. 5.1, 5.2): frozen weights, mean action, fixed tasks, the same for every agent and seed
-# ====================================================================================================================
+# 8. Meta-testing (Sec. 5.1, 5.2): frozen weights, mean actions, tasks fixed for all agents and seeds ------
 
 TEST_SEED = 2022                                           # of the starting states
 
 
 def meta_test(agent, envs, episodes):
-    """Return and success (NaN where the family has none) per task and episode, (num_tasks, episodes) each."""
+    """Return and success (NaN where a family has none) per task and episode, (num_tasks, episodes) each."""
     return collect(agent, envs, episodes, sample=False, seed=TEST_SEED).returns(episodes)
 
 
@@ -587,11 +578,12 @@ def bootstrap(values, resamples=2000):
 def eval_rows(step, split, returns, success):
     """Rows of eval.csv, one per task and episode."""
     return [{"step": step, "split": split, "task": i, "episode": k + 1, "return": f"{returns[i, k]:.4f}",
-             "success": f"{success[i, k]:.0f}" if np.isfinite(success[i, k]) else ""} for i, k in np.ndindex(returns.shape)]
+             "success": "" if np.isnan(success[i, k]) else int(success[i, k])}
+            for i, k in np.ndindex(returns.shape)]
 
 
 def table(returns, success, tasks):
-    """What --eval prints: per episode the mean return over the tasks, its 95 % interval, the worst and best task."""
+    """What --eval prints: per episode the mean return over the tasks, its interval, worst and best task."""
     def extreme(r, i):
         return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
 
@@ -605,9 +597,7 @@ def table(returns, success, tasks):
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
 
 
-# ====================================================================================================================
-# 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings along (weights_only).
-# ====================================================================================================================
+# 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings (weights_only). ------
 
 class RunError(Exception):
     """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
@@ -644,7 +634,7 @@ def csv_text(rows, header):
 def load(path, kind):
     """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it.
 
-    The agent is built without memory of its own and takes the tensors of the file, so a forged config costs nothing.
+    The agent is built without memory of its own and takes the file's tensors: a forged size costs nothing.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
@@ -655,19 +645,20 @@ def load(path, kind):
     if not isinstance(content, dict) or content.get("kind") != kind:
         raise UserError(f"{path} is no {kind} of trmrl.py; take another file")
     if content.get("version") != VERSION:
-        raise UserError(f"{path} has version {content.get('version')}, this trmrl.py reads version {VERSION}; "
-                        f"use the trmrl.py that wrote it")
+        raise UserError(f"{path} has version {content.get('version')}, this trmrl.py reads {VERSION}; use "
+                        f"the trmrl.py that wrote it")
     try:
         weights = content["weights"]
         config = Config(**content["config"])
         check(config)
         with torch.device("meta"):
-            agent = Agent(config, len(weights["normalizer.mean"]), weights["action_low"], weights["action_high"])
+            state_size, low, high = (weights[k] for k in ("normalizer.mean", "action_low", "action_high"))
+            agent = Agent(config, len(state_size), low, high)
         agent.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or ["?"])[-1].strip()
-        raise UserError(f"{path} does not hold an agent of this trmrl.py ({reason}); take another file") from None
+        raise UserError(f"{path} holds no agent of this trmrl.py ({reason}); take another file") from None
     return content, agent
 
 
@@ -678,8 +669,10 @@ def load_agent(path, device="cpu") -> Agent:
 
 
 class Run:
-    """All that changes in the course of a run, and its folder. Random numbers are drawn from (seed, iteration), so the
-    iteration is also the state of every generator."""
+    """All that changes in the course of a run, and its folder.
+
+    Random numbers are drawn from (seed, iteration), so the iteration is also the state of every generator.
+    """
 
     def __init__(self, folder, agent, content=None):
         self.folder, self.agent, self.config = Path(folder), agent, agent.config
@@ -687,7 +680,8 @@ class Run:
         self.iteration, self.seconds, self.csv = 0, 0.0, {"progress.csv": "", "eval.csv": ""}
         if content:
             self.optimizer.load_state_dict(content["optimizer"])
-            self.iteration, self.seconds, self.csv = (content[k] for k in ("iteration", "seconds", "csv"))
+            self.iteration, self.seconds = int(content["iteration"]), float(content["seconds"])
+            self.csv = {name: str(content["csv"][name]) for name in self.csv}
         self.saved_at, self.last_test = time.monotonic(), "test ?"
 
     def start(self):
@@ -723,9 +717,7 @@ class Run:
         self.saved_at = time.monotonic()
 
 
-# ====================================================================================================================
-# 10. Meta-training (Sec. 5.1)
-# ====================================================================================================================
+# 10. Meta-training (Sec. 5.1) -----------------------------------------------------------------------------
 
 def pick_device(name):
     if name == "auto":
@@ -754,7 +746,7 @@ def check(config):
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
     if config.d_model % config.heads:
-        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; take 1, 2 or 4 heads")
+        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; take 1, 2 or 4")
     if config.d_model % 2:
         raise UserError(f"--d-model must be even, for pairs of sine and cosine, not {config.d_model}")
     if any(c in config.tag + config.env for c in "/\\\0"):
@@ -771,10 +763,10 @@ def open_run(config, envs, resume):
             return Run(resume, agent.to(config.device), content)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); start the run anew") from None
-    folder = Path("runs") / config.env / "-".join(filter(None, (config.agent, f"seed{config.seed}", config.tag)))
-    folder = Path(config.run_dir) if config.run_dir else folder
+    name = f"{config.agent}-seed{config.seed}" + (f"-{config.tag}" if config.tag else "")
+    folder = Path(config.run_dir or Path("runs") / config.env / name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag or --run-dir")
+        raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag")
     with torch.random.fork_rng(devices=[]):                # the same first weights on every device
         torch.manual_seed(config.seed)
         space = envs.single_action_space
@@ -783,14 +775,14 @@ def open_run(config, envs, resume):
 
 
 def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
-    """Meta-train on the tasks of `make_tasks`. `resume` names a run folder to go on with; `config` is then its own."""
+    """Meta-train on the tasks of `make_tasks`; `resume`: a run folder to go on with (`config` is its own)."""
     check(config)
     set_threads(config.threads)
     config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
     envs = make_tasks(config.env, config.num_tasks, config.seed, "train")
     batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
     if config.minibatch > batch:
-        raise UserError(f"--minibatch {config.minibatch} is more than a batch has: {config.num_tasks} tasks x "
+        raise UserError(f"--minibatch {config.minibatch} is more than a batch: {config.num_tasks} tasks x "
                         f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
     tests = {}
     for split in ("test", "ood"):
@@ -804,17 +796,18 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
         print(f"{run.folder} is finished, after {run.iteration * batch:,} steps")
         return run.agent
     run.start()
-    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps on {config.device}, "
-          f"{config.threads} threads, to {run.folder}", flush=True)
+    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps, "
+          f"device {config.device}, {config.threads} threads, to {run.folder}", flush=True)
     try:
         while run.iteration < last:
             iterate(run, envs, tests, last, batch)
-            waited = time.monotonic() - run.saved_at > 30
-            if run.iteration == last or (run.iteration % config.checkpoint_every == 0 if config.checkpoint_every else waited):
+            every, waited = config.checkpoint_every, time.monotonic() - run.saved_at > 30
+            if run.iteration == last or (run.iteration % every == 0 if every else waited):
                 run.save()
-    except BaseException:                                  # Ctrl-C, a full disk, ...: the last finished iteration stays
+    except BaseException as error:                         # keep the last finished iteration, whatever it was
         run.save()
-        print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
+        if not isinstance(error, RunError):
+            print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
     finally:
         for each in (envs, *tests.values()):
@@ -833,45 +826,45 @@ def iterate(run, envs, tests, last, batch):
     generator = torch.Generator(agent.log_std.device).manual_seed(seeds[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
-        raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration {run.iteration + 1} "
-                       f"were not finite; start anew with a lower --lr")
+        raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration "
+                       f"{run.iteration + 1} were not finite; start anew with a lower --lr")
     speed = batch / (time.monotonic() - began)
     run.iteration += 1
     agent.trained_steps = run.iteration * batch
     if run.iteration % config.eval_every == 0 or run.iteration == last:
         for split, test_envs in tests.items():
-            returns, success = meta_test(agent, test_envs, config.eval_episodes)
+            episodes = config.final_episodes if run.iteration == last else config.eval_episodes
+            returns, success = meta_test(agent, test_envs, episodes)
             run.add_rows("eval.csv", eval_rows(agent.trained_steps, split, returns, success))
             if split == "test":
                 run.last_test = f"test {returns[:, 0].mean():.1f}"
     run.seconds += time.monotonic() - began
     returns, success = trials.returns(config.episodes_per_trial)
-    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds, "steps_per_second": speed,
-           "train_return": returns.mean(), "train_success": success.mean(), **metrics,
-           "std": agent.log_std.detach().exp().mean().item(), "lr": run.optimizer.param_groups[0]["lr"],
-           "blown_up": int(np.sum(trials.info.get("blown_up", 0)))}
-    run.add_rows("progress.csv", [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}])
+    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds,
+           "steps_per_second": speed, "train_return": returns.mean().item(),
+           "train_success": success.mean().item(), **metrics, "std": agent.log_std.exp().mean().item(),
+           "lr": run.optimizer.param_groups[0]["lr"], "blown_up": int(np.sum(trials.info.get("blown_up", 0)))}
+    run.add_rows("progress.csv", [{k: v if type(v) is int else "" if math.isnan(v) else f"{v:.6g}"
+                                   for k, v in row.items()}])
     run.snapshot()
     left = (last - run.iteration) * run.seconds / run.iteration
     line = (f"{agent.trained_steps / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
             f"{int(left // 60)}:{int(left % 60):02d} left   train {returns.mean():.1f}   {run.last_test}")
-    if sys.stdout.isatty():                                # one live line on a terminal, plain lines in a pipe
-        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end="\n" if run.iteration == last else "",
-              flush=True)
+    if sys.stdout.isatty():                                # one live line; plain lines in a pipe
+        end = "\n" if run.iteration == last else ""
+        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end=end, flush=True)
     else:
         print(line, flush=True)
 
 
-# ====================================================================================================================
-# 11. Command line
-# ====================================================================================================================
+# 11. Command line -----------------------------------------------------------------------------------------
 
 AGENTS = ("trmrl",)
 PRESETS = {                                                # per env what differs from Config's defaults
     "halfcheetah_vel": {
         "default": {},
-        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000, clip=0.1,
-                      epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1),
+        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000,
+                      clip=0.1, epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1),
     },
 }
 
@@ -879,13 +872,6 @@ PRESETS = {                                                # per env what differ
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message)
-
-
-def whole(text):
-    """An int, also written 2e6."""
-    if float(text) != int(float(text)):
-        raise ValueError
-    return int(float(text))
 
 
 def parse(argv):
@@ -901,15 +887,15 @@ def parse(argv):
     preset = PRESETS[chosen.env][chosen.preset]
     parser = Parser(description="TrMRL: meta-train, or meta-test, an agent that adapts to new tasks.",
                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent instead of training one")
+    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent")
     parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
-    parser.add_argument("--episodes", type=whole, help="with --eval: episodes per task (default: 6)")
+    parser.add_argument("--episodes", type=int, help="with --eval: episodes per task (default: 6)")
     parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
     parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
     parser.add_argument("--preset", help="default, or paper: sizes and schedule of the paper's release")
     for f in fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if type(f.default) is bool else \
-            {"type": whole if type(f.default) is int else type(f.default), "metavar": "X"}
+            {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
         help = f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})"
         parser.add_argument("--" + f.name.replace("_", "-"), help=help.replace("%", "%%"), **kind)
     typed = vars(parser.parse_args(argv))
@@ -920,16 +906,14 @@ def parse(argv):
 def refuse_others(typed, *allowed):
     """A flag without a meaning here is a mistake."""
     for name in typed.keys() - set(allowed):
-        raise UserError(f"--{name.replace('_', '-')} has no meaning " +
-                        (f"with --{allowed[0]}" if allowed[0] in typed else f"without --{'eval'}"))
+        mode = f"with --{allowed[0]}" if allowed[0] in typed else "without --eval"
+        raise UserError(f"--{name.replace('_', '-')} has no meaning {mode}")
 
 
 def evaluate(typed, config):
     """--eval: meta-test an agent and print the table."""
     refuse_others(typed, "eval", "split", "episodes", "csv", "device", "threads", "eval_tasks")
     split, episodes = typed.get("split", "test"), typed.get("episodes", 6)
-    if split not in ("test", "ood", "train"):
-        raise UserError(f"unknown split {split!r}; there are: test, ood, train")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
     check(config)
@@ -937,16 +921,18 @@ def evaluate(typed, config):
     agent = load_agent(typed["eval"], config.device)
     envs = make_tasks(agent.config.env, config.eval_tasks, TEST_SEED, split)
     if envs.single_observation_space.shape[0] != agent.state_size:
-        raise UserError(f"the agent in {typed['eval']} knows observations of another size than {agent.config.env} has")
+        raise UserError(f"{typed['eval']} was trained on other observations than {agent.config.env} has now")
     returns, success = meta_test(agent, envs, episodes)
-    print(f"{agent.config.agent} after {agent.trained_steps:,} steps of {agent.config.env}: {config.eval_tasks} {split} tasks")
+    print(f"{agent.config.agent} after {agent.trained_steps:,} steps of {agent.config.env}, on "
+          f"{config.eval_tasks} {split} tasks:")
     print(table(returns, success, envs.tasks))
     if "csv" in typed:
-        Path(typed["csv"]).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
+        rows = eval_rows(agent.trained_steps, split, returns, success)
+        Path(typed["csv"]).write_text(csv_text(rows, header=True))
 
 
 def main(argv=None):
-    """Exit status: 0, or 1 the run broke, 2 a mistake of the user's, 130 or 143 stopped by Ctrl-C or SIGTERM."""
+    """Exit status: 0, or 1 the run broke, 2 a mistake of the user's, 130 or 143 stopped by a signal."""
     def stop(number, frame):
         signal.signal(signal.SIGINT, signal.SIG_DFL)       # a second Ctrl-C ends at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -961,16 +947,14 @@ def main(argv=None):
         elif "resume" in typed:
             refuse_others(typed, "resume", "device", "threads")
             _, agent = load(Path(typed["resume"]) / "checkpoint.pt", "checkpoint")
-            train(replace(agent.config, **{k: v for k, v in typed.items() if k != "resume"}), resume=typed["resume"])
+            folder = typed.pop("resume")
+            train(replace(agent.config, **typed), resume=folder)
         else:
             refuse_others(typed, "preset", *(f.name for f in fields(Config)))
             train(config)
-    except UserError as error:
+    except (UserError, RunError, OSError) as error:
         print(f"trmrl.py: {error}", file=sys.stderr)
-        return 2
-    except (RunError, OSError) as error:
-        print(f"trmrl.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
