@@ -5,10 +5,8 @@
 """
 from __future__ import annotations
 
-import argparse
 import csv
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,23 +20,21 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import mujoco
-import mujoco.rollout
 import numpy as np
 import torch
 
 import trmrl
 
-COLOURS = {"trmrl": "#0b6e99", "rl2": "#d9730d", "oracle": "#555555"}      # an agent keeps its colour everywhere
+COLOURS = {"trmrl": "#0b6e99", "rl2": "#d9730d", "oracle": "#555555"}  # an agent keeps its colour everywhere
 LINES = {"trmrl": "-", "rl2": "--", "oracle": ":"}                        # and its line, for print
 NAMES = {"trmrl": "TrMRL", "rl2": "RL$^2$", "oracle": "oracle (told the task)",
          "halfcheetah_vel": "HalfCheetahVel"}
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------
 
 def find_runs(folders):
-    """All run folders below these, as (path, config, rows of eval.csv); damaged ones are named and skipped."""
+    """All runs below these folders: (path, config, rows of eval.csv); damaged ones are named and skipped."""
     runs = []
     for path in sorted(p.parent for folder in folders for p in Path(folder).rglob("config.json")):
         try:
@@ -47,7 +43,9 @@ def find_runs(folders):
                 rows = [{"step": int(r["step"]), "split": r["split"], "task": int(r["task"]),
                          "episode": int(r["episode"]), "return": float(r["return"]), "success": r["success"]}
                         for r in csv.DictReader(f)]
-            runs.append((path, {"env": config["env"], "agent": config["agent"], "seed": config["seed"]}, rows))
+            runs.append(
+                (path, {"env": config["env"], "agent": config["agent"], "seed": config["seed"]}, rows)
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"skipped {path}: damaged ({error!r})", file=sys.stderr)
     return runs
@@ -63,17 +61,17 @@ def learning_curve(rows, split="test", episode=1):
 
 
 def over_seeds(curves):
-    """Curves of several seeds -> (steps that all have, mean, low, high): the mean and its bootstrap interval."""
+    """Curves of several seeds -> (steps that all have, mean, low and high end of its bootstrap interval)."""
     steps = sorted(set.intersection(*(set(x.tolist()) for x, _ in curves)))
     values = np.array([[dict(zip(x.tolist(), y))[step] for step in steps] for x, y in curves])
     low, high = np.array([trmrl.bootstrap(column) for column in values.T]).T.reshape(2, -1)
     return np.array(steps), values.mean(axis=0), low, high
 
 
-# ---- figures -------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------
 
 def meta_training(ax, curves, env):
-    """Fig. 4: return of the first episode on the test tasks against environment steps; {agent: [(x, y) per seed]}."""
+    """Fig. 4: test return of the first episode against environment steps; {agent: [(x, y) per seed]}."""
     for agent, seeds in curves.items():
         steps, mean, low, high = over_seeds(seeds)
         label = f"{NAMES.get(agent, agent)} ({len(seeds)} seeds)"
@@ -81,7 +79,15 @@ def meta_training(ax, curves, env):
         ax.fill_between(steps / 1e6, low, high, color=COLOURS.get(agent), alpha=0.2, linewidth=0)
     if env == "halfcheetah_vel":
         ax.axhline(-150, color="black", linewidth=1, linestyle=(0, (1, 3)))
-        ax.text(0.99, -150, "does not adapt", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=9)
+        ax.text(
+            0.99,
+            -150,
+            "does not adapt",
+            transform=ax.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=9,
+        )
     ax.set_xlabel("environment steps (millions)")
     ax.set_ylabel("return of the first episode\non the test tasks")
     ax.set_title(f"Meta-training on {NAMES.get(env, env)} (Fig. 4)", fontsize=12)
@@ -114,7 +120,7 @@ def save(figure, path, used):
     print(f"{path}: from {', '.join(map(str, used))}")
 
 
-# ---- how fast ------------------------------------------------------------------------------------------------------
+# ---- how fast --------------------------------------------------------------------------------------------
 
 def rate(work, steps, seconds=4.0):
     """Environment steps per second of `work()`, which does so many of them; one call to warm up."""
@@ -134,7 +140,9 @@ def raw_physics(envs, calls=50):
     def work():
         for _ in range(calls):
             controls = np.repeat(rng.uniform(-1, 1, (len(state), 1, envs.model.nu)), envs.frame_skip, axis=1)
-            envs.pool.rollout(envs.models, envs.datas, state, controls, nstep=envs.frame_skip, skip_checks=True, state=path)
+            envs.pool.rollout(
+                envs.models, envs.datas, state, controls, nstep=envs.frame_skip, skip_checks=True, state=path
+            )
             state[:] = path[:, -1]
 
     return rate(work, calls * len(state))
@@ -171,13 +179,30 @@ def bare_network(agent, config, batch):
 
 
 def first_iteration(config):
-    """Seconds from typing the command to the end of the first iteration; of `import trmrl` beyond its imports."""
+    """Seconds from typing the command to the end of its first iteration, and of `import trmrl` itself."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        subprocess.run([sys.executable, trmrl.__file__, "--env", config.env, "--device", config.device, "--total-steps", "1",
-                        "--final-episodes", "1", "--run-dir", f"{folder}/run"], check=True, capture_output=True)
+        subprocess.run(
+            [
+                sys.executable,
+                trmrl.__file__,
+                "--env",
+                config.env,
+                "--device",
+                config.device,
+                "--total-steps",
+                "1",
+                "--final-episodes",
+                "1",
+                "--run-dir",
+                f"{folder}/run",
+            ],
+            check=True,
+            capture_output=True,
+        )
         whole = time.perf_counter() - began
-    code = "import torch, gymnasium, mujoco.rollout, time; t = time.perf_counter(); import trmrl; print(time.perf_counter() - t)"
+    libraries = "import gymnasium, mujoco.rollout, time, torch"
+    code = f"{libraries}; t = time.time(); import trmrl; print(time.time() - t)"
     imported = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
                               cwd=Path(trmrl.__file__).parent).stdout
     return whole, float(imported)
@@ -185,7 +210,10 @@ def first_iteration(config):
 
 def measure(env, device):
     """[(what, value, unit)] of the default preset on this machine."""
-    config = replace(trmrl.Config(env=env, device=str(trmrl.pick_device(device))), **trmrl.PRESETS[env]["default"])
+    import resource                                        # not on Windows
+    config = replace(
+        trmrl.Config(env=env, device=str(trmrl.pick_device(device))), **trmrl.PRESETS[env]["default"]
+    )
     trmrl.set_threads(0)
     envs = trmrl.make_tasks(env, config.num_tasks, 0)
     envs.reset(seed=0)
@@ -194,27 +222,39 @@ def measure(env, device):
     physics, theirs, ours = raw_physics(envs), stepping(sync), stepping(envs)
     batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
     space = envs.single_action_space
-    agent = trmrl.Agent(config, envs.single_observation_space.shape[0], space.low, space.high).to(config.device)
+    agent = trmrl.Agent(config, envs.single_observation_space.shape[0], space.low, space.high).to(
+        config.device
+    )
     trials = trmrl.collect(agent, envs, config.episodes_per_trial, True, 0)
     collecting = rate(lambda: trmrl.collect(agent, envs, config.episodes_per_trial, True, 0), batch)
     network = bare_network(agent, config, batch)
     optimizer, generator = trmrl.make_optimizer(agent, config), torch.Generator(config.device)
     updating = rate(lambda: trmrl.ppo_update(agent, optimizer, trials, config, generator), batch)
     with tempfile.TemporaryDirectory() as folder:
-        trmrl.train(replace(config, total_steps=5 * batch, eval_every=100, final_episodes=1, run_dir=f"{folder}/run"))
+        trmrl.train(
+            replace(config, total_steps=5 * batch, eval_every=100, final_episodes=1, run_dir=f"{folder}/run")
+        )
         with open(f"{folder}/run/progress.csv") as f:
             end_to_end = float(np.median([float(r["steps_per_second"]) for r in csv.DictReader(f)][1:]))
     whole, imported = first_iteration(config)
     series = 1 / (1 / physics + 1 / network)
     speed = "steps/s"
-    return [("raw physics", physics, speed), ("SyncVectorEnv", theirs, speed), ("our tasks", ours, speed),
-            ("collecting", collecting, speed), ("bare network", network, speed), ("our update", updating, speed),
-            ("end to end", end_to_end, speed), ("our tasks / raw physics", ours / physics, ""),
-            ("our tasks / SyncVectorEnv", ours / theirs, ""),
-            ("end to end / (raw physics and bare network in series)", end_to_end / series, ""),
-            ("end to end / 1,235 steps/s of an MLP PPO", end_to_end / 1235, ""),
-            ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MB"),
-            ("import trmrl", imported, "s"), ("first iteration, with start and meta-test", whole, "s")]
+    return [
+        ("raw physics", physics, speed),
+        ("SyncVectorEnv", theirs, speed),
+        ("our tasks", ours, speed),
+        ("collecting", collecting, speed),
+        ("bare network", network, speed),
+        ("our update", updating, speed),
+        ("end to end", end_to_end, speed),
+        ("our tasks / raw physics", ours / physics, ""),
+        ("our tasks / SyncVectorEnv", ours / theirs, ""),
+        ("end to end / (raw physics and bare network in series)", end_to_end / series, ""),
+        ("end to end / 1,235 steps/s of an MLP PPO", end_to_end / 1235, ""),
+        ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MB"),
+        ("import trmrl", imported, "s"),
+        ("first iteration, with start and meta-test", whole, "s"),
+    ]
 
 
 def benchmark(ax, rows, env):
@@ -228,7 +268,10 @@ def benchmark(ax, rows, env):
     ax.set_xscale("log")
     ax.set_xlim(right=3 * max(value for _, value in speeds))
     ax.set_xlabel("environment steps per second (log scale)")
-    ax.set_title(f"{NAMES.get(env, env)} on {torch.get_num_threads()} CPU threads (grey: limits and others)", fontsize=11)
+    ax.set_title(
+        f"{NAMES.get(env, env)} on {torch.get_num_threads()} CPU threads (grey: limits and others)",
+        fontsize=11,
+    )
 
 
 def draw_benchmark(env, device, out):
@@ -238,7 +281,9 @@ def draw_benchmark(env, device, out):
         print(f"  {what:<55} {value:>10,.{0 if value >= 100 else 2}f} {unit}")
     name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.csv").write_text("what,value,unit\n" + "".join(f"\"{w}\",{v:.4g},{u}\n" for w, v, u in rows))
+    (out / f"{name}.csv").write_text(
+        "what,value,unit\n" + "".join(f'"{w}",{v:.4g},{u}\n' for w, v, u in rows)
+    )
     figure, ax = plt.subplots(figsize=(7, 3.4))
     benchmark(ax, rows, env)
     save(figure, out / f"{name}.png", ["this machine"])
@@ -252,13 +297,17 @@ def main(argv=None):
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"{', '.join(FIGURES)}, benchmark")
     parser.add_argument("--runs", help="look for runs here (default: results and runs)")
     parser.add_argument("--out", default="figures", help="where the pictures go (default: figures)")
-    parser.add_argument("--env", default="halfcheetah_vel", help="of the benchmark (default: halfcheetah_vel)")
+    parser.add_argument(
+        "--env", default="halfcheetah_vel", help="of the benchmark (default: halfcheetah_vel)"
+    )
     parser.add_argument("--device", default="auto", help="of the benchmark (default: auto)")
     try:
         args = parser.parse_args(argv)
         unknown = set(args.figures) - {*FIGURES, "benchmark"}
         if unknown:
-            raise trmrl.UserError(f"unknown figure {min(unknown)!r}; there are: {', '.join(FIGURES)}, benchmark")
+            raise trmrl.UserError(
+                f"unknown figure {min(unknown)!r}; there are: {', '.join(FIGURES)}, benchmark"
+            )
         if args.env not in trmrl.PRESETS:
             raise trmrl.UserError(f"unknown env {args.env!r}; there are: {', '.join(trmrl.PRESETS)}")
         if "benchmark" in args.figures:

@@ -53,7 +53,7 @@ class Config:
     agent: str = flag("trmrl", "trmrl")
     seed: int = flag(1, "seed of everything random", 0, 2**31 - 1)
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, mps: where network, memories and updates live")
-    threads: int = flag(0, "CPU threads for physics and network; 0: all cores", 0, 1024)
+    threads: int = flag(1, "CPU threads for physics and network; 0: all cores", 0, 1024)
     run_dir: str = flag("", "the run folder itself; default runs/<env>/<agent>-seed<k>[-<tag>]")
     tag: str = flag("", "ending of the default run folder's name")
 
@@ -67,7 +67,7 @@ class Config:
     checkpoint_every: int = flag(0, "iterations between two checkpoints; 0: half a minute or more", 0, 10**9)
 
     memory_length: int = flag(5, "N, working memories the transformer sees", 1, 10_000)
-    layers: int = flag(2, "L, transformer layers", 1, 100)
+    layers: int = flag(1, "L, transformer layers", 1, 100)
     heads: int = flag(4, "attention heads per layer", 1, 1024)
     d_model: int = flag(64, "d, size of a memory", 2, 8192)
     d_ff: int = flag(256, "hidden units of the position-wise feed-forward network", 1, 65536)
@@ -81,7 +81,7 @@ class Config:
     clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
     epochs: int = flag(5, "passes over a batch", 1, 1000)
     minibatch: int = flag(200, "environment steps per gradient step", 2, 10**9)
-    lr: float = flag(3e-4, "Adam's learning rate", 0, 1)
+    lr: float = flag(5e-4, "Adam's learning rate", 0, 1)
     value_lr: float = flag(1e-3, "learning rate of the value head", 0, 1)
     final_lr: float = flag(0.05, "the rates fall linearly to this fraction", 0, 1)
     max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
@@ -547,7 +547,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
                                  target[index], config)
             optimizer.zero_grad()
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, foreach=True)
             skip = (~torch.isfinite(norm)).float()
             optimizer.found_inf = skip                                    # fused Adam then changes nothing
             optimizer.step()
