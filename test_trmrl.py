@@ -41,7 +41,7 @@ SMALL = dict(
 
 
 class PointMass(VectorEnv):
-    """Find a hidden goal on the unit circle: r = -distance. Without adapting the centre is best: -1 a step."""
+    """Find a hidden goal on the unit circle: r = -distance. Who does not adapt best stays put: -1 a step."""
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
     episode_length = 20
 
@@ -126,12 +126,46 @@ def test_batched_half_cheetah_equals_gym_make():
             assert reward[i] == pytest.approx(-abs(theirs["x_velocity"] - envs.tasks[i, 0]) - cost, abs=1e-5)
 
 
-def test_start_states_are_those_of_gymnasium():
-    envs, one = trmrl.make_tasks("halfcheetah_vel", 4000), gymnasium.make("HalfCheetah-v5").unwrapped
+def test_batched_ant_equals_gym_make():
+    envs, one = trmrl.make_tasks("ant_dir", 20, 3), gymnasium.make("Ant-v5").unwrapped
+    rng, falls = np.random.default_rng(0), 0
+    envs.reset(seed=1)
+    one.reset(seed=0)
+    for _ in range(60):
+        states, actions = envs.state.copy(), rng.uniform(-1.5, 1.5, (20, 8))
+        obs, reward, terminated, _, info = envs.step(actions)
+        for i in range(20):
+            one.set_state(states[i, 1:16], states[i, 16:])
+            one.data.qacc_warmstart[:] = 0
+            expected, _, fell, _, theirs = one.step(np.clip(actions[i], -1, 1))
+            np.testing.assert_allclose(obs[i], expected[:27], rtol=1e-5, atol=1e-5)
+            assert terminated[i] == fell
+            velocity = (one.data.qpos[0] - states[i, 1]) / 0.05
+            assert info["x_velocity"][i] == pytest.approx(velocity, abs=1e-6)
+            expected = envs.tasks[i, 0] * velocity + theirs["reward_ctrl"] + theirs["reward_survive"]
+            assert reward[i] == pytest.approx(expected, abs=1e-4)
+        falls += terminated.sum()
+        if terminated.any():
+            envs.reset(options={"reset_mask": terminated})
+    assert falls and envs.tasks.min() == -1 and envs.tasks.max() == 1
+
+
+@pytest.mark.parametrize(
+    "env, body, nq", [("halfcheetah_vel", "HalfCheetah-v5", 9), ("ant_dir", "Ant-v5", 15)]
+)
+def test_start_states_are_those_of_gymnasium(env, body, nq):
+    envs, one = trmrl.make_tasks(env, 4000), gymnasium.make(body).unwrapped
     envs.reset(seed=0)
     noise = envs.state[:, 1:] - np.concatenate([one.init_qpos, one.init_qvel])
-    assert np.abs(noise[:, :9]).max() <= 0.1 and noise[:, :9].std() == pytest.approx(0.1 / 3 ** 0.5, rel=0.02)
-    assert noise[:, 9:].std() == pytest.approx(0.1, rel=0.02)
+    assert np.abs(noise[:, :nq]).max() <= 0.1 and noise[:, :nq].std() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+    assert noise[:, nq:].std() == pytest.approx(0.1, rel=0.02)
+
+
+def test_ant_tasks_are_forward_and_backward():
+    assert trmrl.make_tasks("ant_dir", 4, 1, "test").tasks.ravel().tolist() == [1, -1, 1, -1]
+    assert 350 < (trmrl.make_tasks("ant_dir", 1000, 1).tasks == 1).sum() < 650
+    with pytest.raises(trmrl.UserError, match="train, test"):
+        trmrl.make_tasks("ant_dir", 4, 1, "ood")
 
 
 def test_test_tasks_are_fixed_and_ood_tasks_lie_outside():

@@ -149,9 +149,9 @@ class MujocoTasks(VectorEnv):
         after[blown] = before[blown]
         self.state, self.elapsed = after, self.elapsed + 1
         velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
-        reward = self.reward(velocity, actions)
-        truncated = self.elapsed >= self.episode_length
-        return (self.observation(), reward.astype(np.float32), self.fallen() | blown, truncated,
+        fallen = self.fallen()
+        reward = self.reward(velocity, actions, fallen).astype(np.float32)
+        return (self.observation(), reward, fallen | blown, self.elapsed >= self.episode_length,
                 {"x_velocity": velocity, "blown_up": blown})
 
     def observation(self):
@@ -176,11 +176,29 @@ class HalfCheetahVel(MujocoTasks):
         centres = (np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs   # of equal bins
         return low + (high - low) * centres
 
-    def reward(self, velocity, actions):
+    def reward(self, velocity, actions, fallen):
         return -np.abs(velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
 
 
-FAMILIES = {"halfcheetah_vel": HalfCheetahVel}
+class AntDir(MujocoTasks):
+    """Go forward (+1) or backward (-1); a torso that leaves a height of [0.2, 1.0] m has fallen."""
+    xml, skipped_qpos = "ant.xml", 2
+
+    def sample_tasks(self, rng):
+        return rng.choice([-1.0, 1.0], (self.num_envs, 1))
+
+    def fixed_tasks(self, split):
+        return np.resize([1.0, -1.0], (self.num_envs, 1))
+
+    def reward(self, velocity, actions, fallen):
+        return self.tasks[:, 0] * velocity - 0.5 * np.square(actions).sum(axis=1) + ~fallen
+
+    def fallen(self):
+        height = self.state[:, 3]
+        return (height < 0.2) | (height > 1.0)
+
+
+FAMILIES = {"halfcheetah_vel": HalfCheetahVel, "ant_dir": AntDir}
 
 
 def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
@@ -477,7 +495,8 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
     return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
                   torch.as_tensor(begun).to(device), obs, reward, terminated, episode,
-                  {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]})
+                  {key: np.stack([info[key] for info in infos], axis=1)
+                   for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
 
 
 # 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
@@ -553,7 +572,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
             optimizer.step()
             totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
             count += 1
-    agent.normalizer.update(torch.as_tensor(trials.obs).to(device).flatten(0, 1))
+    agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
     *sums, skipped = totals.tolist()
     return dict(zip(METRICS, (x / count for x in sums)), updates=count, skipped=int(skipped))
 
@@ -865,6 +884,12 @@ PRESETS = {                                                # per env what differ
         "default": {},
         "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000,
                       clip=0.1, epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1),
+    },
+    "ant_dir": {
+        "default": dict(threads=0, gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5),
+        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10,
+                      minibatch=256, gamma=0.92, reward_scale=0.08, init_std=0.5, lr=3e-5, value_lr=3e-5,
+                      final_lr=0.1),
     },
 }
 
