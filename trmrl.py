@@ -137,7 +137,7 @@ class MujocoTasks(VectorEnv):
         return self.observation(), {}
 
     def step(self, actions):
-        actions = np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0)
+        actions = np.nan_to_num(np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0))
         controls = np.repeat(actions[:, None], self.frame_skip, axis=1)   # (num_envs, frame_skip, nu)
         before = self.state
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
@@ -145,7 +145,7 @@ class MujocoTasks(VectorEnv):
         after = self.path[:, -1].copy()
         # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know.
         # Its episode ends, as a terminal, in the last sound state.
-        blown = ~(np.abs(after).max(axis=1) < 1e6) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
+        blown = ~(np.abs(after).max(axis=1) < 1e3) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
         after[blown] = before[blown]
         self.state, self.elapsed = after, self.elapsed + 1
         velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
@@ -409,7 +409,7 @@ class Agent(nn.Module):
         return self.step(obs, sample)[0].cpu().numpy()
 
     def observe(self, action, reward, terminated):
-        """Completes the working memory of this step; whose episode is over starts anew with an empty one.
+        """Completes the working memory of this step; whose episode is over, also by the clock, starts anew.
 
         Nothing goes to the device yet: the next `act` takes it along, so there is one transfer per step.
         """
@@ -566,10 +566,11 @@ def ppo_update(agent, optimizer, trials, config, generator):
                                  target[index], config)
             optimizer.zero_grad()
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm, foreach=True)
-            skip = (~torch.isfinite(norm)).float()
-            optimizer.found_inf = skip                                    # fused Adam then changes nothing
-            optimizer.step()
+            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+            skip = (~torch.isfinite(norm + loss.detach())).float()
+            optimizer.found_inf = skip                                    # fused Adam then changes nothing,
+            if device.type != "mps" or not skip:                          # but on mps it does not look at it
+                optimizer.step()
             totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
             count += 1
     agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
@@ -670,12 +671,16 @@ def load(path, kind):
         weights = content["weights"]
         config = Config(**content["config"])
         check(config)
+        if not all(x.is_floating_point() and x.layout == torch.strided for x in weights.values()):
+            raise ValueError("weights that are no numbers")
+        mean, low, high = (weights[k] for k in ("normalizer.mean", "action_low", "action_high"))
+        if low.shape != high.shape:
+            raise ValueError("action bounds of two sizes")
         with torch.device("meta"):
-            state_size, low, high = (weights[k] for k in ("normalizer.mean", "action_low", "action_high"))
-            agent = Agent(config, len(state_size), low, high)
-        agent.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+            agent = Agent(config, len(mean), low, high)
+        agent.load_state_dict({name: x.float() for name, x in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or ["?"])[-1].strip()
         raise UserError(f"{path} holds no agent of this trmrl.py ({reason}); take another file") from None
     return content, agent
@@ -698,21 +703,18 @@ class Run:
         self.optimizer = make_optimizer(agent, agent.config)
         self.iteration, self.seconds, self.csv = 0, 0.0, {"progress.csv": "", "eval.csv": ""}
         if content:
-            self.optimizer.load_state_dict(content["optimizer"])
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
             self.iteration, self.seconds = int(content["iteration"]), float(content["seconds"])
             self.csv = {name: str(content["csv"][name]) for name in self.csv}
-        self.saved_at, self.last_test = time.monotonic(), "test ?"
-
-    def start(self):
-        """The folder as the checkpoint knows it: rows of an unfinished iteration go."""
+            if self.iteration < 0:
+                raise ValueError("a negative iteration")
+            for p in agent.parameters() if self.iteration else ():  # fused Adam writes without a look
+                for moment in (self.optimizer.state[p]["exp_avg"], self.optimizer.state[p]["exp_avg_sq"]):
+                    if moment.shape != p.shape or moment.layout != torch.strided:
+                        raise ValueError("an optimizer of another size")
+        self.last_test = "test ?"
         self.snapshot()
-        self.save()
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-                    "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
-        write_atomically(self.folder / "config.json",
-                         json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode())
-        for name, text in self.csv.items():
-            write_atomically(self.folder / name, text.encode())
 
     def add_rows(self, name, rows):
         text = csv_text(rows, header=not self.csv[name])
@@ -724,12 +726,17 @@ class Run:
         """The files as they would be now; what the next iteration changes does not touch them."""
         common = {"version": VERSION, "config": asdict(self.config), "weights": self.agent.state_dict(),
                   "step": self.agent.trained_steps}
-        self.files = {"agent.pt": packed(kind="agent", **common), "checkpoint.pt": packed(
-            kind="checkpoint", **common, optimizer=self.optimizer.state_dict(), iteration=self.iteration,
-            seconds=self.seconds, csv=self.csv)}
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                    "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
+        self.files = {
+            "checkpoint.pt": packed(kind="checkpoint", **common, optimizer=self.optimizer.state_dict(),
+                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv),
+            "agent.pt": packed(kind="agent", **common),
+            "config.json": json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode(),
+            **{name: text.encode() for name, text in self.csv.items()}}
 
     def save(self):
-        """The last snapshot, to the disk, also if somebody has deleted the folder."""
+        """The last snapshot, to the disk; rows of an unfinished iteration go, a deleted folder comes back."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.items():
             write_atomically(self.folder / name, data)
@@ -742,6 +749,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
+        if torch.device(name).type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
         raise UserError(f"device {name!r} is not there; take auto, cpu, cuda, cuda:1 or mps") from None
@@ -761,11 +770,12 @@ def check(config):
         if type(value) not in (type(f.default), int if type(f.default) is float else type(f.default)):
             raise UserError(f"{name} takes a {type(f.default).__name__}, not {value!r}")
         if low is not None and not low <= value <= high:
-            raise UserError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+            raise UserError(f"{name} must be between {low:g} and {high:g}, not {value}")
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
     if config.d_model % config.heads:
-        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; take 1, 2 or 4")
+        fit = [h for h in range(1, 33) if config.d_model % h == 0]
+        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; these do: {fit}")
     if config.d_model % 2:
         raise UserError(f"--d-model must be even, for pairs of sine and cosine, not {config.d_model}")
     if any(c in config.tag + config.env for c in "/\\\0"):
@@ -780,7 +790,7 @@ def open_run(config, envs, resume):
         agent.config = config
         try:
             return Run(resume, agent.to(config.device), content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{path} is damaged ({error}); start the run anew") from None
     name = f"{config.agent}-seed{config.seed}" + (f"-{config.tag}" if config.tag else "")
     folder = Path(config.run_dir or Path("runs") / config.env / name)
@@ -803,18 +813,17 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     if config.minibatch > batch:
         raise UserError(f"--minibatch {config.minibatch} is more than a batch: {config.num_tasks} tasks x "
                         f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
-    tests = {}
-    for split in ("test", "ood"):
-        try:
-            tests[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
-        except ValueError:                                 # a split that the family does not have
-            pass
+    tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
+    try:
+        tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
+    except ValueError:                                     # a split that not every family has
+        pass
     run = open_run(config, envs, resume)
+    run.save()
     last = math.ceil(config.total_steps / batch)
     if run.iteration >= last:
         print(f"{run.folder} is finished, after {run.iteration * batch:,} steps")
         return run.agent
-    run.start()
     print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps, "
           f"device {config.device}, {config.threads} threads, to {run.folder}", flush=True)
     try:
@@ -824,7 +833,11 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             if run.iteration == last or (run.iteration % every == 0 if every else waited):
                 run.save()
     except BaseException as error:                         # keep the last finished iteration, whatever it was
-        run.save()
+        try:
+            run.save()
+        except OSError as trouble:
+            raise RunError(f"cannot write to {run.folder} ({trouble.strerror}); its last checkpoint is whole, "
+                           f"try --resume {run.folder} later") from None
         if not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
@@ -883,12 +896,13 @@ PRESETS = {                                                # per env what differ
     "halfcheetah_vel": {
         "default": {},
         "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000,
-                      clip=0.1, epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1),
+                      clip=0.1, epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1,
+                      reward_scale=1.0),
     },
     "ant_dir": {
         "default": dict(threads=0, gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5),
         "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10,
-                      minibatch=256, gamma=0.92, reward_scale=0.08, init_std=0.5, lr=3e-5, value_lr=3e-5,
+                      minibatch=256, gamma=0.92, reward_scale=1.0, init_std=0.5, lr=3e-5, value_lr=3e-5,
                       final_lr=0.1),
     },
 }
@@ -944,9 +958,12 @@ def evaluate(typed, config):
     check(config)
     set_threads(config.threads)
     agent = load_agent(typed["eval"], config.device)
+    if agent.config.env not in FAMILIES:
+        raise UserError(f"{typed['eval']} was trained on {agent.config.env!r}, which is not in this trmrl.py")
     envs = make_tasks(agent.config.env, config.eval_tasks, TEST_SEED, split)
-    if envs.single_observation_space.shape[0] != agent.state_size:
-        raise UserError(f"{typed['eval']} was trained on other observations than {agent.config.env} has now")
+    sizes = (*envs.single_observation_space.shape, *envs.single_action_space.shape)
+    if sizes != (agent.state_size, len(agent.log_std)):
+        raise UserError(f"{typed['eval']} was trained on another body than {agent.config.env} has")
     returns, success = meta_test(agent, envs, episodes)
     print(f"{agent.config.agent} after {agent.trained_steps:,} steps of {agent.config.env}, on "
           f"{config.eval_tasks} {split} tasks:")
@@ -977,8 +994,8 @@ def main(argv=None):
         else:
             refuse_others(typed, "preset", *(f.name for f in fields(Config)))
             train(config)
-    except (UserError, RunError, OSError) as error:
-        print(f"trmrl.py: {error}", file=sys.stderr)
+    except (UserError, RunError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 
