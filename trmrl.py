@@ -836,8 +836,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
         try:
             run.save()
         except OSError as trouble:
-            raise RunError(f"cannot write to {run.folder} ({trouble.strerror}); its last checkpoint is whole, "
-                           f"try --resume {run.folder} later") from None
+            raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
+                           f"--resume {run.folder}") from None
         if not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
