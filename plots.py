@@ -43,9 +43,7 @@ def find_runs(folders):
                 rows = [{"step": int(r["step"]), "split": r["split"], "task": int(r["task"]),
                          "episode": int(r["episode"]), "return": float(r["return"]), "success": r["success"]}
                         for r in csv.DictReader(f)]
-            runs.append(
-                (path, {"env": config["env"], "agent": config["agent"], "seed": config["seed"]}, rows)
-            )
+            runs.append((path, {k: config[k] for k in ("env", "agent", "seed", "tag")}, rows))
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"skipped {path}: damaged ({error!r})", file=sys.stderr)
     return runs
@@ -97,18 +95,19 @@ def meta_training(ax, curves, env):
 
 
 def draw_meta_training(runs, out):
-    curves = defaultdict(lambda: defaultdict(list))
-    used = []
+    curves, used = defaultdict(dict), []
     for path, config, rows in runs:
-        if "ablations" in path.parts or not any(r["split"] == "test" for r in rows):
+        seeds = curves[config["env"]].setdefault(config["agent"], {})
+        if config["tag"] or "ablations" in path.parts or not rows or config["seed"] in seeds:
+            print(f"meta_training: left out {path}: tagged, empty, or a seed that is there already")
             continue
-        curves[config["env"]][config["agent"]].append(learning_curve(rows))
+        seeds[config["seed"]] = learning_curve(rows)
         used.append(path)
-    if not curves:
+    if not used:
         return "needs a run: python trmrl.py --env halfcheetah_vel"
     figure, axes = plt.subplots(1, len(curves), figsize=(6.4 * len(curves), 4), squeeze=False)
     for ax, (env, agents) in zip(axes[0], sorted(curves.items())):
-        meta_training(ax, agents, env)
+        meta_training(ax, {agent: list(seeds.values()) for agent, seeds in agents.items() if seeds}, env)
     save(figure, out / "meta_training.png", used)
 
 
@@ -214,7 +213,7 @@ def measure(env, device):
     config = replace(
         trmrl.Config(env=env, device=str(trmrl.pick_device(device))), **trmrl.PRESETS[env]["default"]
     )
-    trmrl.set_threads(0)
+    trmrl.set_threads(config.threads)
     envs = trmrl.make_tasks(env, config.num_tasks, 0)
     envs.reset(seed=0)
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]

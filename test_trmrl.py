@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import plots
 import trmrl
 
 HERE = Path(__file__).parent
@@ -1337,3 +1339,65 @@ def test_any_config_trains_or_is_refused(tmp_path):
                 assert picks["lr"] == 0.5
             trained += 1
     assert trained > 3 and refused > 3
+
+
+# ---- README.md -------------------------------------------------------------------------------------------
+
+def test_the_readme_tells_what_the_runs_measured():
+    table = [line.strip("| \n").replace("*", "").split(" | ") for line in (HERE / "README.md").open()]
+    measured = []
+    for seed in (1, 2, 3):
+        folder = HERE / "results" / "halfcheetah_vel" / f"trmrl-seed{seed}"
+        rows, progress = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())
+
+        def returns(split, episode, step=progress[-1]["step"]):
+            wanted = (split, str(episode), step)
+            return [float(r["return"]) for r in rows if (r["split"], r["episode"], r["step"]) == wanted]
+
+        minutes = {r["step"]: float(r["seconds"]) / 60 for r in progress}
+        reached = next(s for s in minutes if returns("test", 1, s) and np.mean(returns("test", 1, s)) >= -50)
+        worst = min(min(returns("test", k)) for k in range(1, 7))
+        first, sixth, ood = (np.mean(returns(*x)) for x in (("test", 1), ("test", 6), ("ood", 1)))
+        measured.append([first, sixth, worst, ood, max(minutes.values()), minutes[reached]])
+        low, high = trmrl.bootstrap(returns("test", 1))
+        cells = [f"{x:.1f}" for x in measured[-1]]
+        assert [str(seed), f"{cells[0]} ({low:.1f} to {high:.1f})", *cells[1:]] in table
+    assert ["mean", *(f"{x:.1f}" for x in np.mean(measured, axis=0))] in table
+
+
+def test_every_name_in_the_readme_exists():
+    text = (HERE / "README.md").read_text()
+    beside = text[text.index("## The paper beside the code") : text.index("## Where the paper")]
+    places = {"trmrl": trmrl, "Agent": make_agent(), **globals(), **plots.FIGURES}
+    for line in beside.splitlines()[4:]:
+        names = re.findall(r"`([^`]+)`", line.split(" | ")[-1])
+        assert names or not line, line
+        for name in names:
+            owner, _, attribute = name.removeprefix("plots.py ").partition(".")
+            place = places.get(owner, getattr(trmrl, owner, None))
+            assert place is not None and (not attribute or hasattr(place, attribute)), name
+    for path in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (HERE / path).exists(), path
+
+
+# ---- plots.py --------------------------------------------------------------------------------------------
+
+def test_the_learning_curve_is_the_mean_over_tasks_and_seeds(tmp_path, capsys):
+    for seed, base in ((1, -10.0), (2, -20.0)):
+        folder = tmp_path / "runs" / f"seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"env": "points", "agent": "trmrl", "seed": seed, "tag": ""}))
+        rows = [f"{step},{split},{task},1,{base + task + step / 100},"
+                for step in (100, 200) for split in ("test", "ood") for task in (0, 1)]
+        (folder / "eval.csv").write_text("\n".join(["step,split,task,episode,return,success", *rows]))
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "config.json").write_text("{")
+    runs = plots.find_runs([tmp_path / "runs"])
+    assert len(runs) == 2 and "broken" in capsys.readouterr().err
+    steps, mean, low, high = plots.over_seeds([plots.learning_curve(rows) for _, _, rows in runs])
+    assert steps.tolist() == [100, 200] and mean.tolist() == [-13.5, -12.5]
+    assert low.tolist() == [-18.5, -17.5] and high.tolist() == [-8.5, -7.5]
+    assert plots.main(["meta_training", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "meta_training.png").stat().st_size > 10_000
+    assert plots.main(["portrait"]) == 2
+    assert "meta_training" in capsys.readouterr().err
