@@ -1,7 +1,9 @@
 """The claims of the paper and of the README, each against something independent. Run: pytest"""
 import collections
+import contextlib
 import csv
 import importlib
+import io
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,14 +100,15 @@ def csv_rows(path, without=("seconds", "steps_per_second")):
         return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(f)]
 
 
-def cli(*args, **kwargs):
-    return subprocess.run(
-        [sys.executable, str(HERE / "trmrl.py"), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **kwargs,
-    )
+def cli(*args):
+    """The command line, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = trmrl.main([str(x) for x in args])
+        except SystemExit as stop:                                        # --help
+            status = stop.code
+    return types.SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 # ---- tasks (App. B) --------------------------------------------------------------------------------------
@@ -747,8 +751,9 @@ TINY = (
 def short_run(tmp_path_factory):
     """A finished run of 6 iterations, left alone."""
     folder = tmp_path_factory.mktemp("short") / "run"
-    result = cli(*TINY, "--total-steps", 2400, "--eval-every", 2, "--run-dir", folder)
-    assert result.returncode == 0, result.stderr
+    process = start_run(folder)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     return folder
 
 
@@ -1004,9 +1009,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(short_run, tmp_path):
     assert result.returncode == 0 and "is finished" in result.stdout
 
 
-@pytest.mark.parametrize("nth", [3, 12, 16])
+@pytest.mark.parametrize("nth", [11, 14])
 def test_a_kill_while_a_file_is_written_leaves_the_old_one(nth, short_run, tmp_path):
-    """Killed in the middle of the nth file: of the first checkpoint, of the third, of the fourth."""
+    """Killed in the middle of the nth file: the third time that all five are written, the 1st or the 4th."""
     folder = tmp_path / "run"
     code = """if True:
         import os, signal, sys
@@ -1047,7 +1052,7 @@ def test_checkpoints_come_when_they_are_due(tmp_path, monkeypatch):
 
 def test_a_second_ctrl_c_ends_at_once_and_loses_nothing(tmp_path):
     folder = tmp_path / "run"
-    process = start_run(folder, "--epochs", "200", "--checkpoint-every", "1")
+    process = start_run(folder, "--epochs", "80", "--checkpoint-every", "1")
     while not (folder / "progress.csv").exists() or len(csv_rows(folder / "progress.csv")) < 1:
         time.sleep(0.05)
     time.sleep(0.3)
@@ -1062,7 +1067,7 @@ def test_a_second_ctrl_c_ends_at_once_and_loses_nothing(tmp_path):
 def test_a_signal_stops_within_seconds_and_loses_no_finished_iteration(number, short_run, tmp_path):
     folder = tmp_path / "run"
     process = start_run(
-        folder, "--epochs", "200", "--checkpoint-every", "1000"
+        folder, "--epochs", "80", "--checkpoint-every", "1000"
     )  # long iterations, no checkpoints
     while not (folder / "progress.csv").exists() or len(csv_rows(folder / "progress.csv")) < 1:
         time.sleep(0.05)
@@ -1076,12 +1081,10 @@ def test_a_signal_stops_within_seconds_and_loses_no_finished_iteration(number, s
 
 
 def test_a_full_disk_ends_in_one_line_and_keeps_the_last_checkpoint(short_run, tmp_path):
-    folder, room = (
-        tmp_path / "run",
-        (short_run / "checkpoint.pt").stat().st_size + 10_000,
-    )  # not for 60 iterations
+    folder = tmp_path / "run"
+    room = (short_run / "checkpoint.pt").stat().st_size + 10_000          # but not for 60 iterations
     command = [*map(str, TINY), "--total-steps", "24000", "--eval-every", "1", "--checkpoint-every", "1",
-               "--eval-tasks", "20", "--run-dir", str(folder)]
+               "--eval-tasks", "50", "--run-dir", str(folder)]
     code = (f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room})); "
             f"sys.path.insert(0, {str(HERE)!r}); import trmrl; sys.exit(trmrl.main({command}))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -1268,8 +1271,8 @@ def test_memory_stays_flat_over_300_iterations(tmp_path):
             iterate(*args)
             pages.append(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20)
         trmrl.iterate = spy
-        config = trmrl.Config(**test_trmrl.SMALL, env="points", num_tasks=3, total_steps=300 * 120,
-                              minibatch=60, epochs=1, eval_every=10, run_dir=sys.argv[1])
+        config = trmrl.Config(**test_trmrl.SMALL, env="points", num_tasks=2, episodes_per_trial=1,
+                              total_steps=300 * 40, minibatch=40, epochs=1, eval_every=10, run_dir=sys.argv[1])
         trmrl.train(config, test_trmrl.make_points)
         assert len(pages) == 300 and pages[-1] - pages[30] < 50, (pages[30], pages[-1])
     """
@@ -1386,7 +1389,8 @@ def test_the_learning_curve_is_the_mean_over_tasks_and_seeds(tmp_path, capsys):
     for seed, base in ((1, -10.0), (2, -20.0)):
         folder = tmp_path / "runs" / f"seed{seed}"
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"env": "points", "agent": "trmrl", "seed": seed, "tag": ""}))
+        config = {"env": "points", "agent": "trmrl", "seed": seed, "tag": ""}
+        (folder / "config.json").write_text(json.dumps(config))
         rows = [f"{step},{split},{task},1,{base + task + step / 100},"
                 for step in (100, 200) for split in ("test", "ood") for task in (0, 1)]
         (folder / "eval.csv").write_text("\n".join(["step,split,task,episode,return,success", *rows]))

@@ -717,10 +717,14 @@ class Run:
         self.snapshot()
 
     def add_rows(self, name, rows):
-        text = csv_text(rows, header=not self.csv[name])
-        self.csv[name] += text
-        with open(self.folder / name, "a") as f:
-            f.write(text)
+        self.csv[name] += csv_text(rows, header=not self.csv[name])
+
+    def append_rows(self):
+        """What is new in the csv files, to the disk: all that most iterations write."""
+        for name, text in self.csv.items():
+            with open(self.folder / name, "ab") as f:
+                f.write(text[self.on_disk[name]:].encode())
+            self.on_disk[name] = len(text)
 
     def snapshot(self):
         """The files as they would be now; what the next iteration changes does not touch them."""
@@ -740,7 +744,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.items():
             write_atomically(self.folder / name, data)
-        self.saved_at = time.monotonic()
+        self.saved_at, self.on_disk = time.monotonic(), {name: len(text) for name, text in self.csv.items()}
 
 
 # 10. Meta-training (Sec. 5.1) -----------------------------------------------------------------------------
@@ -830,8 +834,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
         while run.iteration < last:
             iterate(run, envs, tests, last, batch)
             every, waited = config.checkpoint_every, time.monotonic() - run.saved_at > 30
-            if run.iteration == last or (run.iteration % every == 0 if every else waited):
-                run.save()
+            due = run.iteration % every == 0 if every else waited
+            run.save() if due or run.iteration == last else run.append_rows()
     except BaseException as error:                         # keep the last finished iteration, whatever it was
         try:
             run.save()
