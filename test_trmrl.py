@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from dataclasses import replace
@@ -1095,13 +1096,19 @@ def test_a_full_disk_ends_in_one_line_and_keeps_the_last_checkpoint(short_run, t
     assert cli("--eval", folder, "--episodes", 1).returncode == 0
 
 
-def test_a_read_only_folder_is_one_line(tmp_path):
-    """As a user without rights there; root becomes one after the imports."""
-    tmp_path.chmod(0o555)
-    command = [*map(str, TINY), "--run-dir", str(tmp_path / "run")]
-    code = f"import os, sys, trmrl; os.getuid() or os.setuid(65534); sys.exit(trmrl.main({command}))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
-    assert result.returncode == 1 and "denied" in result.stderr and str(tmp_path) in result.stderr
+def test_a_read_only_folder_is_one_line():
+    """For a user without rights there; root becomes one when the first file is due."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        command = [*map(str, TINY), "--run-dir", f"{folder}/run"]
+        code = f"""if True:
+            import os, sys, trmrl
+            save = trmrl.Run.save
+            trmrl.Run.save = lambda run: (os.getuid() or os.setuid(65534), save(run))
+            sys.exit(trmrl.main({command}))
+        """
+        result = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert result.returncode == 1 and "denied" in result.stderr and folder in result.stderr
     assert result.stderr.startswith("trmrl.py: ") and result.stderr.count("\n") == 1
 
 
