@@ -98,8 +98,13 @@ def draw_meta_training(runs, out):
     curves, used = defaultdict(dict), []
     for path, config, rows in runs:
         seeds = curves[config["env"]].setdefault(config["agent"], {})
-        if config["tag"] or "ablations" in path.parts or not rows or config["seed"] in seeds:
-            print(f"meta_training: left out {path}: tagged, empty, or a seed that is there already")
+        why = {
+            "it has no meta-test yet": not rows,
+            "it has a tag": config["tag"] or "ablations" in path.parts,
+            "its seed is there already": config["seed"] in seeds,
+        }
+        if any(why.values()):
+            print(f"meta_training: left out {path}: {next(k for k, v in why.items() if v)}")
             continue
         seeds[config["seed"]] = learning_curve(rows)
         used.append(path)

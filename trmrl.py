@@ -607,12 +607,13 @@ def table(returns, success, tasks):
     def extreme(r, i):
         return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
 
-    rows = [("episode", "return", "95 % interval", "worst", "best", "success")]
+    rows = [["episode", "return", "95 % interval", "worst", "best", "success"]]
     for k, r in enumerate(returns.T):
         low, high = bootstrap(r)
-        reached = f"{success[:, k].mean():.0%}" if np.isfinite(success).all() else "-"
-        rows.append((str(k + 1), f"{r.mean():.1f}", f"{low:.1f} to {high:.1f}", extreme(r, r.argmin()),
-                     extreme(r, r.argmax()), reached))
+        rows.append([str(k + 1), f"{r.mean():.1f}", f"{low:.1f} to {high:.1f}", extreme(r, r.argmin()),
+                     extreme(r, r.argmax()), f"{success[:, k].mean():.0%}"])
+    if np.isnan(success).any():                            # a family without success
+        rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
 
@@ -657,7 +658,7 @@ def load(path, kind):
     The agent is built without memory of its own and takes the file's tensors: a forged size costs nothing.
     """
     if not path.is_file():
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"there is no {path}; train first, or name another run")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:                                      # whatever a damaged or foreign file provokes
@@ -701,19 +702,20 @@ class Run:
     def __init__(self, folder, agent, content=None):
         self.folder, self.agent, self.config = Path(folder), agent, agent.config
         self.optimizer = make_optimizer(agent, agent.config)
-        self.iteration, self.seconds, self.csv = 0, 0.0, {"progress.csv": "", "eval.csv": ""}
+        self.iteration, self.seconds, self.last_test = 0, 0.0, "test ?"
+        self.csv = {"progress.csv": "", "eval.csv": ""}
         if content:
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
             self.iteration, self.seconds = int(content["iteration"]), float(content["seconds"])
             self.csv = {name: str(content["csv"][name]) for name in self.csv}
+            self.last_test = str(content["last_test"])
             if self.iteration < 0:
                 raise ValueError("a negative iteration")
             for p in agent.parameters() if self.iteration else ():  # fused Adam writes without a look
                 for moment in (self.optimizer.state[p]["exp_avg"], self.optimizer.state[p]["exp_avg_sq"]):
                     if moment.shape != p.shape or moment.layout != torch.strided:
                         raise ValueError("an optimizer of another size")
-        self.last_test = "test ?"
         self.snapshot()
 
     def add_rows(self, name, rows):
@@ -734,7 +736,8 @@ class Run:
                     "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
         self.files = {
             "checkpoint.pt": packed(kind="checkpoint", **common, optimizer=self.optimizer.state_dict(),
-                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv),
+                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv,
+                                    last_test=self.last_test),
             "agent.pt": packed(kind="agent", **common),
             "config.json": json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode(),
             **{name: text.encode() for name, text in self.csv.items()}}
@@ -752,12 +755,12 @@ class Run:
 def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        if torch.device(name).type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
-        raise UserError(f"device {name!r} is not there; take auto, cpu, cuda, cuda:1 or mps") from None
+    there = ["cpu"] + (["mps"] if torch.backends.mps.is_available() else [])
+    if torch.cuda.is_available():
+        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if name not in there:
+        raise UserError(f"device {name!r} is not there; this PyTorch has: {', '.join(there)}")
+    return torch.device(name)
 
 
 def set_threads(threads):
@@ -904,7 +907,7 @@ PRESETS = {                                                # per env what differ
                       reward_scale=1.0),
     },
     "ant_dir": {
-        "default": dict(threads=0, gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5),
+        "default": dict(gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5),
         "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10,
                       minibatch=256, gamma=0.92, reward_scale=1.0, init_std=0.5, lr=3e-5, value_lr=3e-5,
                       final_lr=0.1),
