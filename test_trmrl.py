@@ -934,7 +934,7 @@ def test_messages_say_what_to_type_instead(capsys):
 
 def test_an_existing_run_is_never_overwritten(short_run):
     before = {p.name: p.read_bytes() for p in short_run.iterdir()}
-    result = cli(*TINY, "--run-dir", short_run)
+    result = cli(*TINY, "--total-steps", 400, "--run-dir", short_run)
     assert result.returncode == 2 and "--resume" in result.stderr and result.stderr.count("\n") == 1
     assert before == {p.name: p.read_bytes() for p in short_run.iterdir()}
 
