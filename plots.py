@@ -28,7 +28,7 @@ import trmrl
 COLOURS = {"trmrl": "#0b6e99", "rl2": "#d9730d", "oracle": "#555555"}  # an agent keeps its colour everywhere
 LINES = {"trmrl": "-", "rl2": "--", "oracle": ":"}                        # and its line, for print
 NAMES = {"trmrl": "TrMRL", "rl2": "RL$^2$", "oracle": "oracle (told the task)",
-         "halfcheetah_vel": "HalfCheetahVel"}
+         "halfcheetah_vel": "HalfCheetahVel", "ant_dir": "AntDir"}
 
 
 # ---- runs ------------------------------------------------------------------------------------------------
@@ -269,13 +269,11 @@ def benchmark(ax, rows, env):
     bars = ax.barh([what for what, _ in speeds], [value for _, value in speeds], color=colours)
     ax.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=9)
     ax.invert_yaxis()
-    ax.set_xscale("log")
-    ax.set_xlim(right=3 * max(value for _, value in speeds))
-    ax.set_xlabel("environment steps per second (log scale)")
-    ax.set_title(
-        f"{NAMES.get(env, env)} on {torch.get_num_threads()} CPU threads (grey: limits and others)",
-        fontsize=11,
-    )
+    ax.set_xlim(right=1.15 * max(value for _, value in speeds))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set_xlabel("environment steps per second")
+    threads = f"{torch.get_num_threads()} CPU thread(s)"
+    ax.set_title(f"{NAMES.get(env, env)}, {threads}; grey: limits and others", fontsize=11)
 
 
 def draw_benchmark(env, device, out):

@@ -1413,3 +1413,11 @@ def test_the_learning_curve_is_the_mean_over_tasks_and_seeds(tmp_path, capsys):
     assert (tmp_path / "meta_training.png").stat().st_size > 10_000
     assert plots.main(["portrait"]) == 2
     assert "meta_training" in capsys.readouterr().err
+
+
+def test_the_benchmark_draws_a_bar_per_speed():
+    rows = [("raw physics", 2e3, "steps/s"), ("our tasks", 1.8e3, "steps/s"), ("peak memory", 400.0, "MB")]
+    figure, ax = plots.plt.subplots()
+    plots.benchmark(ax, rows, "ant_dir")
+    assert [bar.get_width() for bar in ax.patches] == [2000.0, 1800.0]
+    plots.plt.close(figure)
