@@ -168,6 +168,14 @@ def test_start_states_are_those_of_gymnasium(env, body, nq):
     assert noise[:, nq:].std() == pytest.approx(0.1, rel=0.02)
 
 
+def test_an_ant_falls_where_gymnasium_says():
+    envs, one = trmrl.make_tasks("ant_dir", 1), gymnasium.make("Ant-v5").unwrapped
+    one.reset(seed=0)
+    for height in (0.1, 0.19, 0.21, 0.29, 0.5, 0.99, 1.01, 2.0):
+        one.data.qpos[2] = envs.state[0, 3] = height
+        assert envs.fallen()[0] != one.is_healthy
+
+
 def test_ant_tasks_are_forward_and_backward():
     assert trmrl.make_tasks("ant_dir", 4, 1, "test").tasks.ravel().tolist() == [1, -1, 1, -1]
     assert 350 < (trmrl.make_tasks("ant_dir", 1000, 1).tasks == 1).sum() < 650
