@@ -5,20 +5,17 @@ transformer attends over its last N working memories phi(s, a, r, eta) and hands
 current step to a Gaussian policy. PPO trains it over trials of several episodes; T-Fixup lets it do without
 layer normalisation and warm-up. The file follows the paper: tasks (App. B), working memory (Sec. 4.1),
 transformer and T-Fixup (Sec. 3.2, 3.3, 4.2, 4.3), agent, trials and PPO (Sec. 5.1), meta-testing (Sec. 5.2).
-
-    python trmrl.py --env halfcheetah_vel             # meta-train
-    python trmrl.py --eval runs/halfcheetah_vel/...   # meta-test on tasks it never saw
 """
 from __future__ import annotations
 
 import argparse
-import csv
+import contextlib
+import functools
 import io
 import json
 import math
 import os
-import platform
-import shutil
+import pickle
 import signal
 import sys
 import time
@@ -30,15 +27,18 @@ import mujoco
 import mujoco.rollout
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import nn
 
 VERSION = 1                                       # of the files we write; others are refused by their number
 
-
 class UserError(ValueError):
     """Something the user can mend: shown as one line, exit status 2."""
+
+class RunError(Exception):
+    """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
 
 
 # 1. Configuration: every field is a flag of the same name (memory_length: --memory-length) ----------------
@@ -46,11 +46,10 @@ class UserError(ValueError):
 def flag(default, help, low=None, high=None):
     return field(default=default, metadata={"help": help, "low": low, "high": high})
 
-
 @dataclass
 class Config:
     env: str = flag("halfcheetah_vel", "task family")
-    agent: str = flag("trmrl", "trmrl")
+    agent: str = flag("trmrl", "trmrl, rl2, or oracle: told the task, no memory")
     seed: int = flag(1, "seed of everything random", 0, 2**31 - 1)
     device: str = flag("auto", "auto, cpu, cuda, cuda:1, mps: where network, memories and updates live")
     threads: int = flag(1, "CPU threads for physics and network; 0: all cores", 0, 1024)
@@ -81,7 +80,7 @@ class Config:
     clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
     epochs: int = flag(5, "passes over a batch", 1, 1000)
     minibatch: int = flag(200, "environment steps per gradient step", 2, 10**9)
-    lr: float = flag(5e-4, "Adam's learning rate", 0, 1)
+    lr: float = flag(3e-4, "Adam's learning rate", 0, 1)
     value_lr: float = flag(1e-3, "learning rate of the value head", 0, 1)
     final_lr: float = flag(0.05, "the rates fall linearly to this fraction", 0, 1)
     max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
@@ -91,34 +90,24 @@ class Config:
 
 
 # 2. Tasks (App. B) ----------------------------------------------------------------------------------------
-# A family is a VectorEnv whose sub-environments are tasks, plus `tasks` (a row each), `episode_length`, and
-# `sample_tasks(rng)`, which draws as many new rows from the training distribution.
 
-class MujocoTasks(VectorEnv):
-    """Tasks on one MuJoCo body, all stepped by one native call, in threads: no Python per task."""
+class Tasks(VectorEnv):
+    """A family: a VectorEnv whose sub-environments are tasks, a row of `tasks` each.
+
+    One of your own adds sample_tasks, fixed_tasks, begin (a new episode), advance (a step) and observation.
+    """
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
-    xml, frame_skip, skipped_qpos, episode_length = "", 5, 1, 200
-    splits = ("train", "test")
+    splits, episode_length = ("train", "test"), 200
 
-    def __init__(self, num_tasks, seed=0, split="train"):
+    def __init__(self, num_tasks, seed, split, state_size, actions):
         if split not in self.splits:
             raise UserError(f"this family has no split {split!r}; it has: {', '.join(self.splits)}")
-        self.num_envs, threads = num_tasks, torch.get_num_threads()
-        self.model = mujoco.MjModel.from_xml_path(
-            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.xml))
-        self.models = [self.model] * num_tasks
-        self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
-        self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
-        self.dt = self.model.opt.timestep * self.frame_skip
-        nq, nv = self.model.nq, self.model.nv
-        self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
-        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one env step
-        self.elapsed = np.zeros(num_tasks, dtype=int)
-        box = gymnasium.spaces.Box
-        self.single_observation_space = box(-np.inf, np.inf, (nq - self.skipped_qpos + nv,), np.float32)
-        self.single_action_space = box(-1.0, 1.0, (self.model.nu,), np.float32)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_tasks)
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_tasks)
+        self.num_envs, self.elapsed = num_tasks, np.zeros(num_tasks, dtype=int)
+        box, batch = gymnasium.spaces.Box, gymnasium.vector.utils.batch_space
+        self.single_observation_space = box(-np.inf, np.inf, (state_size,), np.float32)
+        self.single_action_space = box(-1.0, 1.0, (actions,), np.float32)
+        self.observation_space = batch(self.single_observation_space, num_tasks)
+        self.action_space = batch(self.single_action_space, num_tasks)
         rng = np.random.default_rng(seed)
         self.tasks = self.sample_tasks(rng) if split == "train" else self.fixed_tasks(split)
 
@@ -129,15 +118,41 @@ class MujocoTasks(VectorEnv):
         if "tasks" in options:
             self.tasks = np.array(options["tasks"], dtype=np.float64).reshape(self.tasks.shape)
         mask = options.get("reset_mask", np.ones(self.num_envs, dtype=bool))
+        self.begin(mask)
+        self.elapsed[mask] = 0
+        return self.observation().astype(np.float32), {}
+
+    def step(self, actions):
+        reward, terminated, info = self.advance(
+            np.nan_to_num(np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0)))
+        self.elapsed = self.elapsed + 1
+        return (self.observation().astype(np.float32), reward.astype(np.float32), terminated,
+                self.elapsed >= self.episode_length, info)
+
+class MujocoTasks(Tasks):
+    """Tasks on one MuJoCo body, all stepped by one native call, in threads: no Python per task."""
+    xml, frame_skip, skipped_qpos, healthy_height = "", 5, 1, (-np.inf, np.inf)
+
+    def __init__(self, num_tasks, seed=0, split="train"):
+        threads = torch.get_num_threads()
+        self.model = mujoco.MjModel.from_xml_path(
+            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.xml))
+        self.models = [self.model] * num_tasks
+        self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
+        self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        self.dt = self.model.opt.timestep * self.frame_skip
+        nq, nv = self.model.nq, self.model.nv
+        self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
+        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one env step
+        super().__init__(num_tasks, seed, split, nq - self.skipped_qpos + nv, self.model.nu)
+
+    def begin(self, mask):
         n, nq, nv = int(mask.sum()), self.model.nq, self.model.nv
         self.state[mask] = np.concatenate([                               # Gymnasium's own noise
             np.zeros((n, 1)), self.model.qpos0 + self.np_random.uniform(-0.1, 0.1, (n, nq)),
             0.1 * self.np_random.standard_normal((n, nv))], axis=1)
-        self.elapsed[mask] = 0
-        return self.observation(), {}
 
-    def step(self, actions):
-        actions = np.nan_to_num(np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0))
+    def advance(self, actions):
         controls = np.repeat(actions[:, None], self.frame_skip, axis=1)   # (num_envs, frame_skip, nu)
         before = self.state
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
@@ -147,22 +162,18 @@ class MujocoTasks(VectorEnv):
         # Its episode ends, as a terminal, in the last sound state.
         blown = ~(np.abs(after).max(axis=1) < 1e3) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
         after[blown] = before[blown]
-        self.state, self.elapsed = after, self.elapsed + 1
+        self.state = after
         velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
         fallen = self.fallen()
-        reward = self.reward(velocity, actions, fallen).astype(np.float32)
-        return (self.observation(), reward, fallen | blown, self.elapsed >= self.episode_length,
-                {"x_velocity": velocity, "blown_up": blown})
+        reward = self.reward(velocity, actions, fallen)
+        return reward, fallen | blown, {"x_velocity": velocity, "blown_up": blown}
 
     def observation(self):
-        return self.state[:, 1 + self.skipped_qpos:].astype(np.float32)
+        return self.state[:, 1 + self.skipped_qpos:]
 
     def fallen(self):
-        return np.zeros(self.num_envs, dtype=bool)
-
-    def close_extras(self):
-        self.pool.close()
-
+        low, high = self.healthy_height
+        return (self.state[:, 3] < low) | (self.state[:, 3] > high)
 
 class HalfCheetahVel(MujocoTasks):
     """Run at a hidden velocity, U[0, 3] in training, [3, 4] out of distribution; only r tells of it."""
@@ -173,16 +184,14 @@ class HalfCheetahVel(MujocoTasks):
 
     def fixed_tasks(self, split):
         low, high = {"test": (0.0, 3.0), "ood": (3.0, 4.0)}[split]
-        centres = (np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs   # of equal bins
-        return low + (high - low) * centres
+        return low + (high - low) * ((np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs)  # bin centres
 
     def reward(self, velocity, actions, fallen):
         return -np.abs(velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
 
-
 class AntDir(MujocoTasks):
     """Go forward (+1) or backward (-1); a torso that leaves a height of [0.2, 1.0] m has fallen."""
-    xml, skipped_qpos = "ant.xml", 2
+    xml, skipped_qpos, healthy_height = "ant.xml", 2, (0.2, 1.0)
 
     def sample_tasks(self, rng):
         return rng.choice([-1.0, 1.0], (self.num_envs, 1))
@@ -193,56 +202,98 @@ class AntDir(MujocoTasks):
     def reward(self, velocity, actions, fallen):
         return self.tasks[:, 0] * velocity - 0.5 * np.square(actions).sum(axis=1) + ~fallen
 
-    def fallen(self):
-        height = self.state[:, 3]
-        return (height < 0.2) | (height > 1.0)
+@functools.cache
+def metaworld_goals(env):
+    """MetaWorld's own benchmark, the same for all: classes, goals to train on and to test on, 50 of each."""
+    import metaworld                                                      # takes a second
+    names = [name.removesuffix("-v3") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    name = env.removeprefix("ml1_").replace("_", "-")
+    if env != "ml45_train" and name not in names:
+        raise UserError(f"unknown task {name!r}; ml1_<task> takes: {', '.join(names)}")
+    arm = metaworld.SawyerXYZEnv
+    slow, arm._reset_hand = arm._reset_hand, lambda self, steps=0: slow(self, 1)   # of no matter for goals
+    try:
+        benchmark = metaworld.ML45(seed=0) if env == "ml45_train" else metaworld.ML1(name + "-v3", seed=0)
+    finally:
+        arm._reset_hand = slow
+    classes = list(benchmark.train_classes)
 
+    def rows(tasks):  # of 7: class, where the object starts and where it should go (3 or 6 numbers)
+        goals = [[classes.index(x.env_name), *pickle.loads(x.data)["rand_vec"]] for x in tasks]
+        return np.array([goal + [0.0] * (7 - len(goal)) for goal in goals]).reshape(len(classes), 50, 7)
+
+    train = rows(benchmark.train_tasks)
+    return classes, train, train if env == "ml45_train" else rows(benchmark.test_tasks)
+
+class MetaWorldTasks(Tasks):
+    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
+
+    def __init__(self, env, num_tasks, seed=0, split="train"):
+        self.classes, self.goals, self.held_out = metaworld_goals(env)    # (classes, 50, 7) each
+        if num_tasks % len(self.classes):
+            raise UserError(f"{env} has {len(self.classes)} classes: the number of tasks (of each process) "
+                            f"must be a multiple of that, not {num_tasks}")
+        self.episode_length = 150 if split == "train" else 500            # the benchmark's
+        self.arms, self.obs = [None] * num_tasks, np.zeros((num_tasks, 39))
+        super().__init__(num_tasks, seed, split, 39, 4)
+
+    def sample_tasks(self, rng):
+        return self.pick(self.goals, rng.permuted(np.tile(np.arange(50), (len(self.classes), 1)), axis=1))
+
+    def fixed_tasks(self, split):
+        return self.pick(self.held_out, np.tile(np.arange(50), (len(self.classes), 1)))
+
+    def pick(self, goals, order):
+        """Rows (num_tasks, 7): the classes in turn, of each the next goal in its order (classes, 50)."""
+        turn, kind = divmod(np.arange(self.num_envs), len(self.classes))
+        return goals[kind, order[kind, turn % 50]]
+
+    def begin(self, mask):
+        import metaworld
+        for i in np.flatnonzero(mask):
+            name = self.classes[int(self.tasks[i, 0])]
+            make = metaworld.ALL_V3_ENVIRONMENTS[name]
+            self.arms[i] = arm = self.arms[i] if type(self.arms[i]) is make else make()
+            goal = self.tasks[i, 1:1 + len(arm._random_reset_space.low)]
+            task = {"rand_vec": goal, "env_cls": make, "partially_observable": True}
+            arm.set_task(metaworld.Task(name, pickle.dumps(task)))
+            self.obs[i] = arm.reset()[0]
+
+    def advance(self, actions):
+        # One Python environment after the other: several processes (torchrun) make it faster.
+        clock = np.array([arm.data.time for arm in self.arms])
+        results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
+        obs, reward, _, _, info = (np.array(x) for x in zip(*results))
+        went = np.array([arm.data.time for arm in self.arms]) > clock
+        blown = ~(np.isfinite(obs).all(axis=1) & np.isfinite(reward) & went)
+        self.obs = np.where(blown[:, None], self.obs, obs)
+        info = {"success": np.array([one["success"] for one in info]), "blown_up": blown}
+        return np.where(blown, 0.0, reward), blown, info
+
+    def observation(self):
+        return self.obs
 
 FAMILIES = {"halfcheetah_vel": HalfCheetahVel, "ant_dir": AntDir}
-
+ENVS = f"{', '.join(FAMILIES)}, ml1_<task> (ml1_reach, ml1_push, ...), ml45_train"
 
 def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
     """`num_tasks` tasks of a family: drawn with `seed` (train), or fixed whatever the seed (test, ood)."""
-    if env not in FAMILIES:
-        raise UserError(f"unknown env {env!r}; there are: {', '.join(FAMILIES)}")
-    return FAMILIES[env](num_tasks, seed, split)
+    if env in FAMILIES:
+        return FAMILIES[env](num_tasks, seed, split)
+    if env == "ml45_train" or env.startswith("ml1_"):
+        return MetaWorldTasks(env, num_tasks, seed, split)
+    raise UserError(f"unknown env {env!r}; there are: {ENVS}")
 
 
 # 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1) --------------------------------
 
-class WorkingMemory:
-    """Per task N slots, oldest first: past (s, a, r, eta), then the current (s, PAD, PAD, PAD), then empty.
-
-    PAD is zero. What lies in the empty slots is hidden by the causal mask, because they come last.
-    """
-
-    def __init__(self, num_tasks, N, state_size, width, device):
-        self.N, self.state_size = N, state_size
-        self.slots = torch.zeros(num_tasks, N, width, device=device)
-        self.current = torch.zeros(num_tasks, dtype=torch.long, device=device)   # slot of the current step
-        self.rows = torch.arange(num_tasks, device=device)
-
-    def begin(self, state):
-        """D <- D u (s_next, a_PAD, r_PAD, eta_PAD)."""
-        self.slots[self.rows, self.current] = F.pad(state, (0, self.slots.shape[-1] - self.state_size))
-
-    def complete(self, action_reward_eta):
-        """B <- B u (s_t, a_t, r_t, eta_t); a full queue drops its oldest memory."""
-        self.slots[self.rows, self.current, self.state_size:] = action_reward_eta
-        full = self.current == self.N - 1
-        self.slots = torch.where(full[:, None, None], self.slots.roll(-1, dims=1), self.slots)
-        self.current = self.current + ~full
-
-    def forget(self, mask):
-        """The queues of these tasks are empty again."""
-        self.current = torch.where(mask, 0, self.current)
-
-
 def windows(memories, index, start, N, state_size):
-    """The queues as they were at some steps of a batch, gathered from its transitions, each stored only once.
+    """What an agent remembers at some steps: N slots each, and which of them is the current one.
 
-    memories (steps, width), task after task; index (M,) the steps; start (M,) the first step that each of
-    these remembers -> slots (M, N, width), current (M,).
+    Oldest first: the last memories (s, a, r, eta) of the episode, then the current (s, PAD, PAD, PAD), then
+    empty ones, which the causal mask hides, because they come last. PAD is zero. Every transition is stored
+    only once: memories (steps, width), task after task; index (M,) the steps; start (M,) the first step that
+    each of these remembers -> slots (M, N, width), current (M,).
     """
     current = (index - start).clamp(max=N - 1)
     slot = torch.arange(N, device=index.device)
@@ -259,31 +310,43 @@ def sinusoids(N, d):
     angle = torch.arange(N)[:, None] / 10_000 ** (torch.arange(0, d, 2) / d)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
-
 class Layer(nn.Module):
     """One refinement e^{l-1} -> e^l (Eq. 6): self-attention and a position-wise network, both residual."""
 
     def __init__(self, d, heads, d_ff, layer_norm):
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(d, d) for _ in range(4))
+        self.q, self.v, self.out = (nn.Linear(d, d) for _ in range(3))
+        self.k = nn.Linear(d, d, bias=False)              # a bias of all keys would cancel in the softmax
         self.ff1, self.ff2 = nn.Linear(d, d_ff), nn.Linear(d_ff, d)
         self.norm1, self.norm2 = (nn.LayerNorm(d) if layer_norm else nn.Identity() for _ in range(2))
 
-    def forward(self, query, e, visible):
-        """Refine query (M, Q, d) by the memories e (M, N, d) that it may see: visible (..., Q, N)."""
-        M, Q, d = query.shape
+    def forward(self, e):
+        """Memories e (M, N, d) -> refined by those before them (M, N, d), and alpha (M, heads, N, N)."""
+        M, N, d = e.shape
+        q, k, v = (x.view(M, N, self.heads, -1).transpose(1, 2) for x in (self.q(e), self.k(e), self.v(e)))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(d // self.heads)     # (M, heads, N, N)
+        slot = torch.arange(N, device=e.device)
+        alpha = scores.masked_fill(slot[:, None] < slot, -torch.inf).softmax(dim=-1)   # Eq. 4: i sees j <= i
+        mu = (alpha @ v).transpose(1, 2).reshape(M, N, d)                 # Eq. 5; heads side by side, Eq. 1
+        return self.refine(e, mu), alpha
 
-        def split(x):  # (M, n, d) -> (M, heads, n, d / heads)
-            return x.view(M, -1, self.heads, d // self.heads).transpose(1, 2)
+    def one(self, e, current):
+        """The same for one slot of each, current (M,) -> (M, d), but without computing any key or value."""
+        M, N, d = e.shape
+        now = e[torch.arange(M, device=e.device), current]
+        q = self.q(now).view(M, self.heads, -1)
+        w_k, w_v = (x.weight.view(self.heads, -1, d) for x in (self.k, self.v))   # (heads, d / heads, d)
+        asked = torch.einsum("mhi,hid->mhd", q, w_k)                      # q . (W_k e_n) = (W_k^T q) . e_n
+        scores = asked @ e.transpose(1, 2) / math.sqrt(d // self.heads)   # (M, heads, N)
+        hidden = torch.arange(N, device=e.device) > current[:, None, None]
+        alpha = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        mu = torch.einsum("mhd,hid->mhi", alpha @ e, w_v).reshape(M, d) + self.v.bias   # sum over n, then W_v
+        return self.refine(now, mu)
 
-        q, k, v = split(self.q(query)), split(self.k(e)), split(self.v(e))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(d // self.heads)     # (M, heads, Q, N)
-        alpha = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)  # Eq. 4
-        mu = (alpha @ v).transpose(1, 2).reshape(M, Q, d)                 # Eq. 5; heads side by side, Eq. 1
-        e = self.norm1(query + self.out(mu))
-        return self.norm2(e + self.ff2(F.relu(self.ff1(e)))), alpha
-
+    def refine(self, e, mu):
+        e = self.norm1(e + self.out(mu))
+        return self.norm2(e + self.ff2(F.relu(self.ff1(e))))
 
 class Transformer(nn.Module):
     """e^0 = phi_1 .. phi_N -> e^L: the episodic memory, refined layer by layer."""
@@ -294,37 +357,20 @@ class Transformer(nn.Module):
         for layer in self.layers:
             for linear in (layer.q, layer.k, layer.v, layer.out, layer.ff1, layer.ff2):
                 nn.init.xavier_uniform_(linear.weight)
-                nn.init.zeros_(linear.bias)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
             if tfixup:  # Sec. 3.3; its N is the layers, our L
                 for linear in (layer.v, layer.out, layer.ff1, layer.ff2):
                     linear.weight.data *= 0.67 * layers ** -0.25
 
     def forward(self, e, current):
-        """e (M, N, d), current (M,) -> the refined memory of the current step (M, d).
-
-        Only that one feeds the heads, so the last layer has a single query. `trace` does without that.
-        """
-        M, N, _ = e.shape
-        slot = torch.arange(N, device=e.device)
-        causal = slot[:, None] >= slot                                    # (N, N): i sees j <= i
+        """e (M, N, d), current (M,) -> the refined memory of the current step, all that is needed: (M, d)."""
         for layer in self.layers[:-1]:
-            e, _ = layer(e, e, causal)
-        now = e[torch.arange(M, device=e.device), current][:, None]       # (M, 1, d)
-        visible = (current[:, None] >= slot)[:, None, None]               # (M, 1, 1, N)
-        return self.layers[-1](now, e, visible)[0][:, 0]
-
-    def trace(self, e):
-        """For figures: the memories of every layer, e^0 .. e^L (M, N, d), and its alpha (M, heads, N, N)."""
-        slot = torch.arange(e.shape[1], device=e.device)
-        memories, weights = [e], []
-        for layer in self.layers:
-            e, alpha = layer(e, e, slot[:, None] >= slot)
-            memories.append(e)
-            weights.append(alpha)
-        return memories, weights
+            e, _ = layer(e)
+        return self.layers[-1].one(e, current)
 
 
-# 5. The agent: normaliser, phi, transformer, policy and value heads ---------------------------------------
+# 5. The agent: normaliser, memory, policy and value heads. The memory is all that tells RL^2 from TrMRL. ----
 
 class Normalizer(nn.Module):
     """Running mean and variance of all observations seen, merged batch by batch (Chan et al.)."""
@@ -339,14 +385,12 @@ class Normalizer(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
     def update(self, x):                                                  # (M, size)
-        n, total = x.shape[0], self.count + x.shape[0]
-        delta = x.mean(dim=0) - self.mean
+        n, total, delta = len(x), self.count + len(x), x.mean(dim=0) - self.mean
         between = delta ** 2 * self.count * n / total
         spread = self.var * self.count + x.var(dim=0, unbiased=False) * n + between
         self.mean += delta * n / total
         self.var.copy_(spread / total)
         self.count.copy_(total)
-
 
 def mlp(sizes, output_scale):
     """Linear and tanh in turn, Xavier; the last layer is linear and scaled."""
@@ -358,9 +402,82 @@ def mlp(sizes, output_scale):
     modules[-2].weight.data *= output_scale
     return nn.Sequential(*modules[:-1])
 
+class EpisodicMemory(nn.Module):
+    """TrMRL's memory: a queue of working memories, embedded by phi, refined by the transformer."""
+
+    def __init__(self, config, state_size, width):
+        super().__init__()
+        self.config, self.state_size, self.width, d = config, state_size, width, config.d_model
+        self.phi = nn.Linear(width, d, bias=False)
+        nn.init.xavier_uniform_(self.phi.weight)
+        if config.tfixup:  # Sec. 3.3 and T-Fixup's rule for embeddings
+            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)
+        self.register_buffer("positions", sinusoids(config.memory_length, d))
+        self.transformer = Transformer(config.layers, d, config.heads, config.d_ff, config.tfixup)
+
+    def remember(self, x, current):
+        """x (M, N, width), current (M,) -> the episodic memory e^L of the current step (M, d)."""
+        return self.transformer(self.phi(x) + self.positions, current)
+
+    def reset(self, num_tasks):
+        """Empty queues: the last N steps of each task, the current one last, and how many are before it."""
+        device = self.positions.device
+        self.last = torch.zeros(num_tasks, self.config.memory_length, self.width, device=device)
+        self.before = torch.zeros(num_tasks, dtype=torch.long, device=device)
+
+    def read(self, state):
+        """D <- D u (s_next, a_PAD, r_PAD, eta_PAD); then attend."""
+        B, N, width = self.last.shape
+        self.last = torch.cat([self.last[:, 1:], F.pad(state, (0, width - self.state_size))[:, None]], dim=1)
+        index = N * torch.arange(B, device=state.device) + N - 1
+        x, current = windows(self.last.view(-1, width), index, index - self.before, N, self.state_size)
+        return self.remember(x, current)
+
+    def write(self, action_reward_eta):
+        """B <- B u (s_t, a_t, r_t, eta_t); who ends its episode forgets."""
+        self.last[:, -1, self.state_size:] = action_reward_eta
+        self.before = (self.before + 1).clamp(max=self.config.memory_length - 1)
+        if not self.config.keep_memory:
+            self.before = torch.where(action_reward_eta[:, -1] > 0, 0, self.before)
+
+    def recall(self, memories, start, index):
+        """For learning: what `read` gave at these steps of a batch; memories (B, T, width), start (B, T)."""
+        B, T, width = memories.shape
+        first = (start + T * torch.arange(B, device=start.device)[:, None]).flatten()[index]
+        return self.remember(*windows(memories.view(-1, width), index, first, self.config.memory_length,
+                                      self.state_size))
+
+class RecurrentMemory(nn.Module):
+    """RL^2 (Duan et al. 2016): a GRU over (s_t, a_{t-1}, r_{t-1}, eta_{t-1}) that lives through the trial."""
+
+    def __init__(self, config, state_size, width):
+        super().__init__()
+        self.state_size, self.rest = state_size, width - state_size
+        self.gru = nn.GRU(width, config.d_model, batch_first=True)
+
+    def reset(self, num_tasks):
+        self.h, self.last = None, torch.zeros(num_tasks, self.rest, device=self.gru.weight_hh_l0.device)
+
+    def write(self, action_reward_eta):
+        self.last = action_reward_eta
+
+    def read(self, state):
+        e, self.h = self.gru(torch.cat([state, self.last], dim=1)[:, None], self.h)
+        return e[:, 0]
+
+    def recall(self, memories, start, index):
+        """The same at whole trials: back-propagation through all of their steps."""
+        state, rest = memories.flatten(0, 1)[index].view(-1, memories.shape[1], memories.shape[2]).split(
+            [self.state_size, self.rest], dim=2)
+        before = F.pad(rest[:, :-1], (0, 0, 1, 0))                        # a, r, eta of the step before
+        return self.gru(torch.cat([state, before], dim=2))[0].flatten(0, 1)
+
+def state_size(config, envs):
+    """Of what the agent sees: the observation and, for the oracle, the task."""
+    return envs.single_observation_space.shape[0] + (config.agent == "oracle") * envs.tasks.shape[1]
 
 class Agent(nn.Module):
-    """TrMRL. To use one: `reset`, then `act` and `observe` in turn, NumPy in and out."""
+    """To use one: `reset`, then `act` and `observe` in turn (Algorithm 1), NumPy in and out."""
 
     def __init__(self, config: Config, state_size, action_low, action_high):
         super().__init__()
@@ -369,20 +486,11 @@ class Agent(nn.Module):
         self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))
         self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))
         self.normalizer = Normalizer(state_size)
-        self.width = state_size + A + 2                                   # of (s, a, r, eta)
-        self.phi = nn.Linear(self.width, d, bias=False)
-        nn.init.xavier_uniform_(self.phi.weight)
-        if config.tfixup:  # Sec. 3.3 and T-Fixup's rule for embeddings
-            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)
-        self.register_buffer("positions", sinusoids(config.memory_length, d))
-        self.transformer = Transformer(config.layers, d, config.heads, config.d_ff, config.tfixup)
+        kind = RecurrentMemory if config.agent == "rl2" else EpisodicMemory
+        self.memory = kind(config, state_size, width=state_size + A + 2)  # of (s, a, r, eta)
         self.policy = mlp([d, 64, 64, A], output_scale=0.01)
         self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
         self.value = mlp([state_size if config.separate_value else d, 64, 64, 1], output_scale=1.0)
-
-    def remember(self, x, current):
-        """x (M, N, width), current (M,) -> the episodic memory e^L of the current step (M, d)."""
-        return self.transformer(self.phi(x) + self.positions, current)
 
     def values(self, e, state):
         """Memories (..., d) and normalised states (..., state_size) -> values (...)."""
@@ -396,12 +504,9 @@ class Agent(nn.Module):
     def entropy(self):
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
 
-    # ---- acting: Algorithm 1 is `act` and `observe` in turn ----
-
     def reset(self, num_tasks, generator=None):
         """Empty memories for so many tasks; `generator` draws the noise of sampled actions."""
-        device = self.log_std.device
-        self.memory = WorkingMemory(num_tasks, self.config.memory_length, self.state_size, self.width, device)
+        self.memory.reset(num_tasks)
         self.generator, self.pending = generator, None
 
     def act(self, obs, sample=False):
@@ -409,10 +514,8 @@ class Agent(nn.Module):
         return self.step(obs, sample)[0].cpu().numpy()
 
     def observe(self, action, reward, terminated):
-        """Completes the working memory of this step; whose episode is over, also by the clock, starts anew.
-
-        Nothing goes to the device yet: the next `act` takes it along, so there is one transfer per step.
-        """
+        """Completes the working memory of this step; who is `terminated`, also by the clock, starts anew."""
+        # The next `act` takes it along to the device: one transfer per step.
         row = (np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated))
         self.pending = np.concatenate(list(row), axis=1)
 
@@ -426,13 +529,10 @@ class Agent(nn.Module):
             new = torch.as_tensor(np.concatenate([obs, self.pending], axis=1)).to(self.log_std.device)
             state, action, reward_eta = new.split([self.state_size, A, 2], dim=1)
             action = action.clamp(self.action_low, self.action_high)      # as the physics saw it
-            self.memory.complete(torch.cat([action, reward_eta], dim=1))
-            if not self.config.keep_memory:
-                self.memory.forget(reward_eta[:, 1] > 0)
+            self.memory.write(torch.cat([action, reward_eta], dim=1))
             self.pending = None
         state = self.normalizer(state)
-        self.memory.begin(state)
-        e = self.remember(self.memory.slots, self.memory.current)
+        e = self.memory.read(state)
         mean = self.policy(e)
         noise = torch.randn(mean.shape, generator=self.generator, device=mean.device) if sample else 0.0
         return mean + self.log_std.exp() * noise, mean, e, state
@@ -461,7 +561,6 @@ class Trials:
         return ((self.reward[:, :, None] * which).sum(axis=1),
                 np.where(which, success[:, :, None], -np.inf).max(axis=1))
 
-
 @torch.no_grad()
 def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length.
@@ -476,6 +575,8 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     episode = begun = np.zeros(B, dtype=int)
     thoughts, events, infos = [], [], []
     for t in range(T):
+        if agent.config.agent == "oracle":
+            obs = np.concatenate([obs, envs.tasks], axis=1, dtype=np.float32)
         action, mean, e, state = agent.step(obs, sample)
         sent = action.cpu().numpy()
         next_obs, reward, terminated, truncated, info = envs.step(sent)
@@ -485,8 +586,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
         events.append((obs, reward.astype(np.float32), terminated, done, episode, begun))
         infos.append(info)
         obs, episode = next_obs, episode + done
-        if not agent.config.keep_memory:
-            begun = np.where(done, t + 1, begun)
+        begun = begun if agent.config.keep_memory else np.where(done, t + 1, begun)
         if done.any() and t + 1 < T:
             obs, _ = envs.reset(options={"reset_mask": done})
     action, mean, e, state = (torch.stack(x, dim=1) for x in zip(*thoughts))
@@ -497,6 +597,40 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
                   torch.as_tensor(begun).to(device), obs, reward, terminated, episode,
                   {key: np.stack([info[key] for info in infos], axis=1)
                    for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
+
+
+# Several processes (torchrun): each collects its share of the tasks, then all have all trials, each computes
+# its share of every minibatch, and gradients are averaged: the update of one process, but for rounding.
+
+def processes(device=None):
+    """(number of this process, how many there are); a device: join the others of torchrun first."""
+    if device and "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def gather(trials):
+    """The trials of all processes, for each of them."""
+    if not dist.is_initialized():
+        return trials
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [x.cpu() if torch.is_tensor(x) else x for x in vars(trials).values()])
+
+    def join(parts):
+        if isinstance(parts[0], dict):
+            return {key: join([part[key] for part in parts]) for key in parts[0]}
+        return torch.cat(parts).to(trials.logp.device) if torch.is_tensor(parts[0]) else np.concatenate(parts)
+
+    return Trials(*map(join, zip(*everyone)))
+
+def average(tensors):
+    """In place, over all processes, in one message."""
+    if dist.is_initialized():
+        flat = torch.cat([x.flatten() for x in tensors])
+        dist.all_reduce(flat)
+        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
+            x.copy_(total.view_as(x) / dist.get_world_size())
 
 
 # 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
@@ -516,17 +650,13 @@ def gae(reward, value, terminated, gamma, lam):
         advantage[:, t] = delta + gamma * lam * goes_on * advantage[:, following]
     return advantage
 
-
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
-
-def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
-    """Loss of a minibatch of M steps, and what to log of it."""
-    e = agent.remember(x, current)
-    value = agent.values(e, x[torch.arange(len(x), device=x.device), current, :agent.state_size])
+def ppo_loss(agent, e, state, action, logp_old, advantage, target, config):
+    """Loss of M steps: memories e (M, d), normalised states and advantages; and what to log of it."""
+    value = agent.values(e, state)
     log_ratio = agent.log_prob(agent.policy(e), action) - logp_old
     ratio = log_ratio.exp()                                               # (M,)
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
     value_loss = (value - target).square().mean()
@@ -535,43 +665,44 @@ def ppo_loss(agent, x, current, action, logp_old, advantage, target, config):
         approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
     return loss, (policy_loss, value_loss, agent.entropy(), approx_kl, clip_fraction)
 
-
 def make_optimizer(agent, config):
-    value = list(agent.value.parameters())
     rest = [p for name, p in agent.named_parameters() if not name.startswith("value.")]
-    return torch.optim.Adam([{"params": rest, "rate": config.lr}, {"params": value, "rate": config.value_lr}],
-                            lr=config.lr, eps=1e-5, fused=True)
-
+    groups = [{"params": rest, "rate": config.lr},
+              {"params": agent.value.parameters(), "rate": config.value_lr}]
+    return torch.optim.Adam(groups, lr=config.lr, eps=1e-5, fused=True)
 
 def ppo_update(agent, optimizer, trials, config, generator):
     """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
-    device, N = trials.logp.device, config.memory_length
-    B, T = trials.logp.shape
+    device, (B, T) = trials.logp.device, trials.logp.shape
     reward = config.reward_scale * trials.memories[..., -2]
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
     advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
     target = (advantage + trials.value).flatten()
-    start = (trials.start + T * torch.arange(B, device=device)[:, None]).flatten()
-    memories, action = trials.memories.flatten(0, 1), trials.action.flatten(0, 1)
+    state, action = trials.memories[..., :agent.state_size].flatten(0, 1), trials.action.flatten(0, 1)
     logp, advantage = trials.logp.flatten(), advantage.flatten()
-    parameters = list(agent.parameters())
+    unit = T if config.agent == "rl2" else 1                              # RL^2 learns from whole trials
+    size, within = max(1, config.minibatch // unit), torch.arange(unit, device=device)
+    parameters, (rank, world) = list(agent.parameters()), processes()
     totals, count = torch.zeros(len(METRICS) + 1, device=device), 0
     for _ in range(config.epochs):
-        order = torch.randperm(B * T, generator=generator, device=device)
-        for index in order.split(config.minibatch):
-            if len(index) < config.minibatch:  # an odd rest waits for the next epoch
-                continue
-            x, current = windows(memories, index, start[index], N, agent.state_size)
-            loss, log = ppo_loss(agent, x, current, action[index], logp[index], advantage[index],
-                                 target[index], config)
+        order = torch.randperm(B * T // unit, generator=generator, device=device)
+        for chosen in order.split(size)[:len(order) // size]:             # an odd rest waits
+            steps = unit * chosen[:, None] + within                       # (size, unit)
+            index = steps[rank::world].flatten()                          # (M,): the share of this process
+            mean, std = advantage[steps].mean(), advantage[steps].std()
+            e = agent.memory.recall(trials.memories, trials.start, index)
+            loss, log = ppo_loss(agent, e, state[index], action[index], logp[index],
+                                 (advantage[index] - mean) / (std + 1e-8), target[index], config)
             optimizer.zero_grad()
             loss.backward()
+            log = torch.stack([*log, loss]).detach()
+            average([log, *(p.grad for p in parameters)])
             norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            skip = (~torch.isfinite(norm + loss.detach())).float()
+            skip = (~torch.isfinite(norm + log[-1])).float()
             optimizer.found_inf = skip                                    # fused Adam then changes nothing,
             if device.type != "mps" or not skip:                          # but on mps it does not look at it
                 optimizer.step()
-            totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
+            totals += torch.cat([log[:-1], norm[None], skip[None]]).nan_to_num(0.0, 0.0, 0.0)
             count += 1
     agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
     *sums, skipped = totals.tolist()
@@ -582,11 +713,9 @@ def ppo_update(agent, optimizer, trials, config, generator):
 
 TEST_SEED = 2022                                           # of the starting states
 
-
 def meta_test(agent, envs, episodes):
     """Return and success (NaN where a family has none) per task and episode, (num_tasks, episodes) each."""
     return collect(agent, envs, episodes, sample=False, seed=TEST_SEED).returns(episodes)
-
 
 def bootstrap(values, resamples=2000):
     """95 % percentile bootstrap interval of the mean of `values` (n,)."""
@@ -594,6 +723,8 @@ def bootstrap(values, resamples=2000):
     draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
     return np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
 
+def score(returns, success):
+    return f"{returns.mean():.1f}" + ("" if np.isnan(success).any() else f" ({success.mean():.0%})")
 
 def eval_rows(step, split, returns, success):
     """Rows of eval.csv, one per task and episode."""
@@ -601,17 +732,18 @@ def eval_rows(step, split, returns, success):
              "success": "" if np.isnan(success[i, k]) else int(success[i, k])}
             for i, k in np.ndindex(returns.shape)]
 
-
-def table(returns, success, tasks):
-    """What --eval prints: per episode the mean return over the tasks, its interval, worst and best task."""
+def table(returns, success, tasks, classes=()):
+    """What --eval prints: a line per episode, over all tasks; for several classes, then one per class."""
     def extreme(r, i):
         return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
 
     rows = [["episode", "return", "95 % interval", "worst", "best", "success"]]
     for k, r in enumerate(returns.T):
-        low, high = bootstrap(r)
-        rows.append([str(k + 1), f"{r.mean():.1f}", f"{low:.1f} to {high:.1f}", extreme(r, r.argmin()),
-                     extreme(r, r.argmax()), f"{success[:, k].mean():.0%}"])
+        rows.append([str(k + 1), f"{r.mean():.1f}", "{:.1f} to {:.1f}".format(*bootstrap(r)),
+                     extreme(r, r.argmin()), extreme(r, r.argmax()), f"{success[:, k].mean():.0%}"])
+    for c, name in enumerate(classes if len(classes) > 1 else ()):        # first episode
+        mine = tasks[:, 0] == c
+        rows.append([name, f"{returns[mine, 0].mean():.1f}", "", "", "", f"{success[mine, 0].mean():.0%}"])
     if np.isnan(success).any():                            # a family without success
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -619,10 +751,6 @@ def table(returns, success, tasks):
 
 
 # 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings (weights_only). ------
-
-class RunError(Exception):
-    """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
-
 
 def write_atomically(path, data: bytes):
     """The old file stays whole until the new one is on the disk."""
@@ -636,72 +764,49 @@ def write_atomically(path, data: bytes):
     finally:
         beside.unlink(missing_ok=True)
 
-
 def packed(**content) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(content, buffer := io.BytesIO())
     return buffer.getvalue()
-
 
 def csv_text(rows, header):
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
-
+    lines = [rows[0].keys()] * header + [row.values() for row in rows]
+    return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 def load(path, kind):
-    """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it.
-
-    The agent is built without memory of its own and takes the file's tensors: a forged size costs nothing.
-    """
+    """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it."""
     if not path.is_file():
         raise UserError(f"there is no {path}; train first, or name another run")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:                                      # whatever a damaged or foreign file provokes
-        raise UserError(f"{path} is damaged or was not written by trmrl.py; take another file") from None
-    if not isinstance(content, dict) or content.get("kind") != kind:
-        raise UserError(f"{path} is no {kind} of trmrl.py; take another file")
-    if content.get("version") != VERSION:
-        raise UserError(f"{path} has version {content.get('version')}, this trmrl.py reads {VERSION}; use "
-                        f"the trmrl.py that wrote it")
-    try:
-        weights = content["weights"]
-        config = Config(**content["config"])
+        if content["kind"] != kind or content["version"] != VERSION:
+            raise ValueError(f"{content['kind']} of version {content['version']}, not {kind} of {VERSION}")
+        weights, config = content["weights"], Config(**content["config"])
         check(config)
         if not all(x.is_floating_point() and x.layout == torch.strided for x in weights.values()):
             raise ValueError("weights that are no numbers")
         mean, low, high = (weights[k] for k in ("normalizer.mean", "action_low", "action_high"))
         if low.shape != high.shape:
             raise ValueError("action bounds of two sizes")
-        with torch.device("meta"):
+        with torch.device("meta"):                         # no memory of its own: a forged size costs nothing
             agent = Agent(config, len(mean), low, high)
         agent.load_state_dict({name: x.float() for name, x in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
-        reason = (str(error).splitlines() or ["?"])[-1].strip()
-        raise UserError(f"{path} holds no agent of this trmrl.py ({reason}); take another file") from None
+    except Exception as error:                             # whatever a damaged or foreign file provokes
+        reason = (str(error).splitlines() or ["?"])[-1].strip()[:200]
+        raise UserError(f"{path} is damaged or no {kind} of this trmrl.py ({reason}); take another") from None
     return content, agent
-
 
 def load_agent(path, device="cpu") -> Agent:
     """A trained agent from a run folder or an agent.pt."""
     path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
     return load(path, "agent")[1].to(pick_device(device)).requires_grad_(False)
 
-
 class Run:
-    """All that changes in the course of a run, and its folder.
-
-    Random numbers are drawn from (seed, iteration), so the iteration is also the state of every generator.
-    """
+    """All that changes in the course of a run, and its folder; of several processes only the first writes."""
 
     def __init__(self, folder, agent, content=None):
         self.folder, self.agent, self.config = Path(folder), agent, agent.config
-        self.optimizer = make_optimizer(agent, agent.config)
+        self.optimizer, self.writes = make_optimizer(agent, agent.config), processes()[0] == 0
         self.iteration, self.seconds, self.last_test = 0, 0.0, "test ?"
         self.csv = {"progress.csv": "", "eval.csv": ""}
         if content:
@@ -709,7 +814,6 @@ class Run:
             self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
             self.iteration, self.seconds = int(content["iteration"]), float(content["seconds"])
             self.csv = {name: str(content["csv"][name]) for name in self.csv}
-            self.last_test = str(content["last_test"])
             if self.iteration < 0:
                 raise ValueError("a negative iteration")
             for p in agent.parameters() if self.iteration else ():  # fused Adam writes without a look
@@ -721,53 +825,45 @@ class Run:
     def add_rows(self, name, rows):
         self.csv[name] += csv_text(rows, header=not self.csv[name])
 
-    def append_rows(self):
-        """What is new in the csv files, to the disk: all that most iterations write."""
-        for name, text in self.csv.items():
-            with open(self.folder / name, "ab") as f:
-                f.write(text[self.on_disk[name]:].encode())
-            self.on_disk[name] = len(text)
-
     def snapshot(self):
         """The files as they would be now; what the next iteration changes does not touch them."""
         common = {"version": VERSION, "config": asdict(self.config), "weights": self.agent.state_dict(),
                   "step": self.agent.trained_steps}
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-                    "gymnasium": gymnasium.__version__, "mujoco": mujoco.__version__}
+        versions = {x.__name__: x.__version__ for x in (torch, np, gymnasium, mujoco)}
+        versions["python"] = sys.version.split()[0]
         self.files = {
             "checkpoint.pt": packed(kind="checkpoint", **common, optimizer=self.optimizer.state_dict(),
-                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv,
-                                    last_test=self.last_test),
+                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv),
             "agent.pt": packed(kind="agent", **common),
             "config.json": json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode(),
             **{name: text.encode() for name, text in self.csv.items()}}
 
-    def save(self):
-        """The last snapshot, to the disk; rows of an unfinished iteration go, a deleted folder comes back."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self.files.items():
-            write_atomically(self.folder / name, data)
-        self.saved_at, self.on_disk = time.monotonic(), {name: len(text) for name, text in self.csv.items()}
+    def save(self, only=""):
+        """The last snapshot, to the disk, or of it the files that end so; a deleted folder comes back."""
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, data in self.files.items():
+                if name.endswith(only):
+                    write_atomically(self.folder / name, data)
+        self.saved_at = self.saved_at if only else time.monotonic()
 
 
 # 10. Meta-training (Sec. 5.1) -----------------------------------------------------------------------------
 
 def pick_device(name):
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    there = ["cpu"] + (["mps"] if torch.backends.mps.is_available() else [])
-    if torch.cuda.is_available():
-        there += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    there = [*["cuda"] * bool(gpus), *["mps"] * torch.backends.mps.is_available(), "cpu", *gpus]
+    name = there[0] if name == "auto" else name
+    if name.startswith("cuda") and "LOCAL_RANK" in os.environ:            # torchrun: a GPU for each process
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name not in there:
         raise UserError(f"device {name!r} is not there; this PyTorch has: {', '.join(there)}")
     return torch.device(name)
-
 
 def set_threads(threads):
     """Of the network and, since the tasks ask PyTorch for the number, of the physics; 0: all cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(threads or cores)
-
 
 def check(config):
     """Refuse what cannot work, before anything starts."""
@@ -788,7 +884,6 @@ def check(config):
     if any(c in config.tag + config.env for c in "/\\\0"):
         raise UserError("--tag and --env name a folder: no slashes there")
 
-
 def open_run(config, envs, resume):
     """A new run, or the one in folder `resume` as its checkpoint has it; the agent on its device."""
     if resume is not None:
@@ -799,53 +894,59 @@ def open_run(config, envs, resume):
             return Run(resume, agent.to(config.device), content)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{path} is damaged ({error}); start the run anew") from None
-    name = f"{config.agent}-seed{config.seed}" + (f"-{config.tag}" if config.tag else "")
+    name = f"{config.agent}-seed{config.seed}{'-' * bool(config.tag)}{config.tag}"
     folder = Path(config.run_dir or Path("runs") / config.env / name)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if processes()[0] == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag")
     with torch.random.fork_rng(devices=[]):                # the same first weights on every device
         torch.manual_seed(config.seed)
-        space = envs.single_action_space
-        agent = Agent(config, envs.single_observation_space.shape[0], space.low, space.high)
+        actions = envs.single_action_space
+        agent = Agent(config, state_size(config, envs), actions.low, actions.high)
     return Run(folder, agent.to(config.device))
-
 
 def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     """Meta-train on the tasks of `make_tasks`; `resume`: a run folder to go on with (`config` is its own)."""
     check(config)
     set_threads(config.threads)
     config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
-    envs = make_tasks(config.env, config.num_tasks, config.seed, "train")
-    batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
+    rank, world = processes(config.device)
+    envs = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
+    tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
+    with contextlib.suppress(ValueError):                  # a split that not every family has
+        tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
+    trial = config.episodes_per_trial * envs.episode_length
+    batch, unit = config.num_tasks * trial, trial if config.agent == "rl2" else 1
     if config.minibatch > batch:
         raise UserError(f"--minibatch {config.minibatch} is more than a batch: {config.num_tasks} tasks x "
                         f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
-    tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
-    try:
-        tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
-    except ValueError:                                     # a split that not every family has
-        pass
+    if config.num_tasks % world or max(unit, config.minibatch) // unit % world:
+        raise UserError(f"{world} processes cannot share --num-tasks {config.num_tasks} or --minibatch "
+                        f"{config.minibatch} (rl2: in trials of {trial} steps): take multiples of {world}")
     run = open_run(config, envs, resume)
     run.save()
     last = math.ceil(config.total_steps / batch)
-    if run.iteration >= last:
-        print(f"{run.folder} is finished, after {run.iteration * batch:,} steps")
-        return run.agent
-    print(f"{config.env}, {config.agent}, seed {config.seed}: {last} iterations of {batch:,} steps, "
-          f"device {config.device}, {config.threads} threads, to {run.folder}", flush=True)
+    if run.writes:
+        print(f"{config.env}, {config.agent}: iterations {run.iteration} to {last}, {batch:,} "
+              f"steps each; {config.device}, {world} x {config.threads} threads; {run.folder}", flush=True)
     try:
         while run.iteration < last:
             iterate(run, envs, tests, last, batch)
             every, waited = config.checkpoint_every, time.monotonic() - run.saved_at > 30
             due = run.iteration % every == 0 if every else waited
-            run.save() if due or run.iteration == last else run.append_rows()
+            run.save("" if due or run.iteration == last else ".csv")
     except BaseException as error:                         # keep the last finished iteration, whatever it was
         try:
-            run.save()
+            try:
+                run.save()
+            except SystemExit:                             # torchrun's signal, while we write
+                run.save()
         except OSError as trouble:
             raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
                            f"--resume {run.folder}") from None
-        if not isinstance(error, RunError):
+        if world > 1 and isinstance(error, RuntimeError):
+            raise RunError(f"process {rank} lost the others ({str(error).strip().splitlines()[0][:80]}); "
+                           f"go on with --resume {run.folder}") from None
+        if run.writes and not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
     finally:
@@ -853,16 +954,16 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             each.close()
     return run.agent
 
-
 def iterate(run, envs, tests, last, batch):
     """One iteration: new tasks, a trial of each, a PPO update; now and then a meta-test."""
     config, agent, began = run.config, run.agent, time.monotonic()
     for group in run.optimizer.param_groups:
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
-    seeds = [int(s) for s in np.random.SeedSequence([config.seed, run.iteration]).generate_state(3)]
-    tasks = envs.sample_tasks(np.random.default_rng(seeds[0]))
-    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=seeds[1], tasks=tasks)
-    generator = torch.Generator(agent.log_std.device).manual_seed(seeds[2])
+    ours, all = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
+                 for rank in (processes()[0], 0))          # of this process, and common to all
+    tasks = envs.sample_tasks(np.random.default_rng(ours[0]))
+    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
+    trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(all[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
         raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration "
@@ -871,12 +972,12 @@ def iterate(run, envs, tests, last, batch):
     run.iteration += 1
     agent.trained_steps = run.iteration * batch
     if run.iteration % config.eval_every == 0 or run.iteration == last:
-        for split, test_envs in tests.items():
+        for split, test_envs in tests.items() if run.writes else ():
             episodes = config.final_episodes if run.iteration == last else config.eval_episodes
             returns, success = meta_test(agent, test_envs, episodes)
             run.add_rows("eval.csv", eval_rows(agent.trained_steps, split, returns, success))
             if split == "test":
-                run.last_test = f"test {returns[:, 0].mean():.1f}"
+                run.last_test = "test " + score(returns[:, 0], success[:, 0])
     run.seconds += time.monotonic() - began
     returns, success = trials.returns(config.episodes_per_trial)
     row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds,
@@ -886,51 +987,52 @@ def iterate(run, envs, tests, last, batch):
     run.add_rows("progress.csv", [{k: v if type(v) is int else "" if math.isnan(v) else f"{v:.6g}"
                                    for k, v in row.items()}])
     run.snapshot()
-    left = (last - run.iteration) * run.seconds / run.iteration
+    left = int((last - run.iteration) * run.seconds / run.iteration)
     line = (f"{agent.trained_steps / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
-            f"{int(left // 60)}:{int(left % 60):02d} left   train {returns.mean():.1f}   {run.last_test}")
+            f"{left // 60}:{left % 60:02d} left   train {score(returns, success)}   {run.last_test}")
     if sys.stdout.isatty():                                # one live line; plain lines in a pipe
-        end = "\n" if run.iteration == last else ""
-        print("\r\033[K" + line[:shutil.get_terminal_size().columns - 1], end=end, flush=True)
-    else:
-        print(line, flush=True)
+        line = "\r\033[K" + line[:os.get_terminal_size().columns - 1]
+    if run.writes:
+        print(line, end="" if sys.stdout.isatty() and run.iteration < last else "\n", flush=True)
 
 
 # 11. Command line -----------------------------------------------------------------------------------------
 
-AGENTS = ("trmrl",)
+AGENTS = {"trmrl": {}, "rl2": dict(minibatch=800, lr=5e-4), "oracle": dict(memory_length=1)}   # over presets
+RELEASE = dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10, minibatch=256,
+               lr=3e-5, value_lr=3e-5, final_lr=0.1, reward_scale=1.0)    # of the paper's authors
+ML1 = dict(total_steps=3_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95,
+           lr=5e-4, reward_scale=0.002, eval_tasks=50, final_episodes=2, eval_every=20)
+ML_RELEASE = RELEASE | dict(d_model=32, heads=4, d_ff=128, num_tasks=25, episodes_per_trial=10, minibatch=32,
+                            lr=5e-5, value_lr=5e-5, gae_lambda=0.95, init_std=1.0, eval_tasks=50)
 PRESETS = {                                                # per env what differs from Config's defaults
-    "halfcheetah_vel": {
-        "default": {},
-        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, separate_value=True, total_steps=20_000_000,
-                      clip=0.1, epochs=10, minibatch=256, lr=3e-5, value_lr=2.5e-4, final_lr=0.1,
-                      reward_scale=1.0),
-    },
-    "ant_dir": {
-        "default": dict(gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5),
-        "paper": dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10,
-                      minibatch=256, gamma=0.92, reward_scale=1.0, init_std=0.5, lr=3e-5, value_lr=3e-5,
-                      final_lr=0.1),
-    },
+    "halfcheetah_vel": {"default": {},
+                        "paper": RELEASE | dict(clip=0.1, value_lr=2.5e-4, separate_value=True)},
+    "ant_dir": {"default": dict(gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5, lr=5e-4,
+                                total_steps=2_500_000),
+                "paper": RELEASE | dict(gamma=0.92, init_std=0.5)},
+    "ml1": {"default": ML1, "paper": ML_RELEASE},          # any of its tasks
+    "ml45_train": {"default": ML1 | dict(num_tasks=45, eval_tasks=45),
+                   "paper": ML_RELEASE | dict(num_tasks=45, eval_tasks=45)},
 }
-
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message)
 
-
 def parse(argv):
     """(what was typed, the Config that it makes)."""
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--env", default=Config.env)
+    early.add_argument("--agent", default=Config.agent)
     early.add_argument("--preset", default="default")
     chosen, _ = early.parse_known_args(argv)
-    if chosen.env not in PRESETS:
-        raise UserError(f"unknown env {chosen.env!r}; there are: {', '.join(PRESETS)}")
-    if chosen.preset not in PRESETS[chosen.env]:
-        raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(PRESETS[chosen.env])}")
-    preset = PRESETS[chosen.env][chosen.preset]
+    presets = PRESETS.get("ml1" if chosen.env.startswith("ml1_") else chosen.env)
+    if presets is None:
+        raise UserError(f"unknown env {chosen.env!r}; there are: {ENVS}")
+    if chosen.preset not in presets:
+        raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(presets)}")
+    preset = {**presets[chosen.preset], **AGENTS.get(chosen.agent, {})}
     parser = Parser(description="TrMRL: meta-train, or meta-test, an agent that adapts to new tasks.",
                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent")
@@ -945,40 +1047,23 @@ def parse(argv):
         help = f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})"
         parser.add_argument("--" + f.name.replace("_", "-"), help=help.replace("%", "%%"), **kind)
     typed = vars(parser.parse_args(argv))
-    names = {f.name for f in fields(Config)}
-    return typed, Config(**{**preset, **{k: v for k, v in typed.items() if k in names}})
+    return typed, Config(**preset | {k: v for k, v in typed.items() if hasattr(Config, k)})
 
-
-def refuse_others(typed, *allowed):
-    """A flag without a meaning here is a mistake."""
-    for name in typed.keys() - set(allowed):
-        mode = f"with --{allowed[0]}" if allowed[0] in typed else "without --eval"
-        raise UserError(f"--{name.replace('_', '-')} has no meaning {mode}")
-
-
-def evaluate(typed, config):
+def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_tasks=None, csv=None):
     """--eval: meta-test an agent and print the table."""
-    refuse_others(typed, "eval", "split", "episodes", "csv", "device", "threads", "eval_tasks")
-    split, episodes = typed.get("split", "test"), typed.get("episodes", 6)
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
-    check(config)
-    set_threads(config.threads)
-    agent = load_agent(typed["eval"], config.device)
-    if agent.config.env not in FAMILIES:
-        raise UserError(f"{typed['eval']} was trained on {agent.config.env!r}, which is not in this trmrl.py")
-    envs = make_tasks(agent.config.env, config.eval_tasks, TEST_SEED, split)
-    sizes = (*envs.single_observation_space.shape, *envs.single_action_space.shape)
-    if sizes != (agent.state_size, len(agent.log_std)):
-        raise UserError(f"{typed['eval']} was trained on another body than {agent.config.env} has")
+    set_threads(threads)
+    agent = load_agent(path, device)
+    config = agent.config
+    envs = make_tasks(config.env, eval_tasks or config.eval_tasks, TEST_SEED, split)
+    if (state_size(config, envs), *envs.single_action_space.shape) != (agent.state_size, len(agent.log_std)):
+        raise UserError(f"{path} was trained on another body than {config.env} has")
     returns, success = meta_test(agent, envs, episodes)
-    print(f"{agent.config.agent} after {agent.trained_steps:,} steps of {agent.config.env}, on "
-          f"{config.eval_tasks} {split} tasks:")
-    print(table(returns, success, envs.tasks))
-    if "csv" in typed:
-        rows = eval_rows(agent.trained_steps, split, returns, success)
-        Path(typed["csv"]).write_text(csv_text(rows, header=True))
-
+    print(f"{config.agent}, {agent.trained_steps:,} steps of {config.env}, on {len(returns)} {split} tasks:")
+    print(table(returns, success, envs.tasks, getattr(envs, "classes", ())))
+    if csv:
+        Path(csv).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
 
 def main(argv=None):
     """Exit status: 0, or 1 the run broke, 2 a mistake of the user's, 130 or 143 stopped by a signal."""
@@ -991,21 +1076,25 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, stop)
     try:
         typed, config = parse(sys.argv[1:] if argv is None else argv)
-        if "eval" in typed:
-            evaluate(typed, config)
-        elif "resume" in typed:
-            refuse_others(typed, "resume", "device", "threads")
-            _, agent = load(Path(typed["resume"]) / "checkpoint.pt", "checkpoint")
+        mode = "eval" if "eval" in typed else "resume" if "resume" in typed else "env"
+        meant = {"eval": ("eval", "split", "episodes", "csv", "device", "threads", "eval_tasks"),
+                 "resume": ("resume", "device", "threads"), "env": ("preset", *asdict(config))}[mode]
+        for name in typed.keys() - set(meant):             # a flag without a meaning here is a mistake
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with --{mode}")
+        check(config)
+        if mode == "eval":
+            evaluate(typed.pop("eval"), **typed)
+        elif mode == "resume":
             folder = typed.pop("resume")
+            _, agent = load(Path(folder) / "checkpoint.pt", "checkpoint")
             train(replace(agent.config, **typed), resume=folder)
         else:
-            refuse_others(typed, "preset", *(f.name for f in fields(Config)))
             train(config)
     except (UserError, RunError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
+            print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())
