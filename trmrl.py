@@ -123,8 +123,8 @@ class Tasks(VectorEnv):
         return self.observation().astype(np.float32), {}
 
     def step(self, actions):
-        reward, terminated, info = self.advance(
-            np.nan_to_num(np.clip(np.asarray(actions, dtype=np.float64), -1.0, 1.0)))
+        actions = np.fmax(np.fmin(np.asarray(actions, dtype=np.float64), 1.0), -1.0)   # NaN, too
+        reward, terminated, info = self.advance(actions)
         self.elapsed = self.elapsed + 1
         return (self.observation().astype(np.float32), reward.astype(np.float32), terminated,
                 self.elapsed >= self.episode_length, info)
