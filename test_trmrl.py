@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import gymnasium
@@ -1701,26 +1702,44 @@ def test_work_that_two_processes_cannot_share_is_refused(settings, tmp_path, mon
 
 # ---- README.md -------------------------------------------------------------------------------------------
 
-def test_the_readme_tells_what_the_runs_measured():
-    table = [line.strip("| \n").replace("*", "").split(" | ") for line in (HERE / "README.md").open()]
-    measured = []
-    for seed in (1, 2, 3):
-        folder = HERE / "results" / "halfcheetah_vel" / f"trmrl-seed{seed}"
-        rows, progress = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())
+def measured(folder):
+    """What README.md says of a run of HalfCheetahVel, from its files."""
+    rows, progress = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())
 
-        def returns(split, episode, step=progress[-1]["step"]):
-            wanted = (split, str(episode), step)
-            return [float(r["return"]) for r in rows if (r["split"], r["episode"], r["step"]) == wanted]
+    def returns(split, episode, step=progress[-1]["step"]):
+        wanted = (split, str(episode), step)
+        return [float(r["return"]) for r in rows if (r["split"], r["episode"], r["step"]) == wanted]
 
-        minutes = {r["step"]: float(r["seconds"]) / 60 for r in progress}
-        reached = next(s for s in minutes if returns("test", 1, s) and np.mean(returns("test", 1, s)) >= -50)
-        worst = min(min(returns("test", k)) for k in range(1, 7))
-        first, sixth, ood = (np.mean(returns(*x)) for x in (("test", 1), ("test", 6), ("ood", 1)))
-        measured.append([first, sixth, worst, ood, max(minutes.values()), minutes[reached]])
-        low, high = trmrl.bootstrap(returns("test", 1))
-        cells = [f"{x:.1f}" for x in measured[-1]]
-        assert [str(seed), f"{cells[0]} ({low:.1f} to {high:.1f})", *cells[1:]] in table
-    assert ["mean", *(f"{x:.1f}" for x in np.mean(measured, axis=0))] in table
+    minutes = {r["step"]: float(r["seconds"]) / 60 for r in progress}
+    reached = next(s for s in minutes if returns("test", 1, s) and np.mean(returns("test", 1, s)) >= -50)
+    means = [np.mean(returns(*x)) for x in (("test", 1), ("test", 2), ("test", 6), ("ood", 1))]
+    parameters = sum(p.numel() for p in trmrl.load_agent(folder).parameters())
+    worst = min(min(returns("test", k)) for k in range(1, 7))
+    return *means, int(reached) / 1e6, minutes[reached], max(minutes.values()), worst, parameters
+
+
+@pytest.mark.parametrize("kind, name", [("trmrl", "TrMRL"), ("rl2", "RL^2"), ("oracle", "oracle")])
+def test_the_readme_tells_what_the_runs_measured(kind, name):
+    runs = [measured(folder) for folder in (HERE / "results" / "halfcheetah_vel").glob(f"{kind}-seed*")]
+    first, second, sixth, ood, steps, minutes, whole, _, parameters = np.mean(runs, axis=0)
+    seeds = [run[0] for run in runs]
+    row = (f"| {name} | {len(runs)} | {first:.1f} ({min(seeds):.1f}, {max(seeds):.1f}) | {second:.1f} | "
+           f"{sixth:.1f} | {min(run[-2] for run in runs):.1f} | {ood:.1f} | {steps:.2f} | {minutes:.1f} | "
+           f"{whole:.1f} | {parameters:,.0f} |")
+    assert row in (HERE / "README.md").read_text(), row
+
+
+def test_the_readme_tells_what_the_benchmarks_measured():
+    def shown(row):
+        value = float(row["value"])
+        return f"{value:,.0f} {row['unit']}".strip() if value >= 100 else f"{value:.2f} {row['unit']}".strip()
+
+    text, results = (HERE / "README.md").read_text(), HERE / "results"
+    cheetah, ant = (csv_rows(results / f"{name}.csv") for name in ("benchmark", "benchmark_ant_dir"))
+    for row, other in zip(cheetah, ant, strict=True):
+        assert row["what"] == other["what"] and f"| {row['what']} | {shown(row)} | {shown(other)} |" in text
+    for row in csv_rows(results / "scaling.csv", without=()):
+        assert f"{row['value']}: {int(row['steps_per_second']):,}" in text
 
 
 def test_every_name_in_the_readme_exists():
@@ -1782,3 +1801,332 @@ def test_the_benchmark_draws_a_bar_per_speed():
     plots.benchmark(ax, rows, "ant_dir")
     assert [bar.get_width() for bar in ax.patches] == [2000.0, 1800.0]
     plots.plt.close(figure)
+
+
+def test_principal_components_are_the_eigenvectors_of_the_covariance():
+    x = np.random.default_rng(0).normal(size=(200, 4)) @ np.diag([3.0, 2.0, 1.0, 0.5]) + 7.0
+    components, shares = plots.pca(x, 3)
+    values, vectors = np.linalg.eigh(np.cov(x.T))
+    assert shares == pytest.approx(values[:0:-1] / values.sum())
+    assert np.abs(components @ vectors[:, :0:-1]) == pytest.approx(np.eye(3), abs=1e-6)    # up to their signs
+
+
+def test_the_regression_error_is_that_of_the_normal_equations():
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(60, 3)), rng.normal(size=(3, 2))
+    y = x @ w + 5.0
+    assert plots.regression_error(x[:40], y[:40], x[40:], y[40:]) == pytest.approx(0.0, abs=1e-20)
+    y = y + rng.normal(size=y.shape)
+    ones = np.column_stack([x, np.ones(60)])
+    solution = np.linalg.inv(ones[:40].T @ ones[:40]) @ ones[:40].T @ y[:40]
+    expected = ((ones[40:] @ solution - y[40:]) ** 2).mean()
+    assert plots.regression_error(x[:40], y[:40], x[40:], y[40:]) == pytest.approx(expected)
+
+
+def test_densities_integrate_to_one_and_overlap_as_normal_distributions_do():
+    rng, grid = np.random.default_rng(0), np.linspace(-6, 9, 1000)
+    values = np.stack([rng.normal(size=4000), rng.normal(loc=2.0, size=4000)])
+    estimate = plots.density(values[0], grid)
+    assert np.trapezoid(estimate, grid) == pytest.approx(1.0, abs=1e-6)
+    spread = 1 + 4000 ** -0.4                              # the kernel widens the normal distribution
+    exact = np.exp(-grid ** 2 / (2 * spread)) / math.sqrt(2 * math.pi * spread)
+    assert np.abs(estimate - exact).max() < 0.02
+    figure, ax = plots.plt.subplots()
+    overlap, = plots.task_distributions(ax, values, [1.0, 2.0])
+    assert overlap == pytest.approx(math.erfc(1 / math.sqrt(2 * spread)), abs=0.02)     # 2 Phi(-distance / 2)
+    plots.plt.close(figure)
+
+
+def test_steps_to_the_target_count_until_the_velocity_stays_there():
+    reached = np.array([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    assert plots.settled(reached, 1.0, window=1) == 2
+    assert plots.settled(np.ones(6), 1.0) == 0
+    assert plots.settled(np.append(reached, 0.0), 1.0, window=1) is None                 # and leaves it again
+    # means of up to three steps: 0, 0, 1/3, 2/3, 1, 1
+    assert plots.settled(reached, 1.0, window=3) == 4
+    gait = 1.0 + 0.4 * np.resize([1.0, -1.0], 40)          # a swing about the target is none away from it
+    assert plots.settled(gait, 1.0, window=1) is None and plots.settled(gait, 1.0) == 1
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_looking_inside_shows_what_the_agent_acted_on(layers):
+    agent = awake(make_agent(2, 2, layers=layers, memory_length=4))
+    trials = trmrl.collect(agent, make_points("points", 3), 2, sample=False, seed=0)       # 2 episodes of 20
+    memories, weights = plots.look_inside(agent, trials, chunk=50)
+    assert memories.shape == (layers + 1, 3, 40, 16) and weights.shape == (3, 40, 4)
+    with torch.no_grad():
+        assert np.allclose(agent.policy(torch.as_tensor(memories[-1])), trials.action, atol=1e-5)
+    empty = np.arange(4) > np.arange(20)[:, None]          # at step t: memories of 0 to t steps before
+    assert (np.isnan(weights) == np.concatenate([empty, empty])).all()
+    assert np.nansum(weights, axis=2) == pytest.approx(1.0, abs=1e-5)
+    # By hand, at the last step of the first task: its four memories, the last without action and reward.
+    x = trials.memories[0, 36:40].clone()
+    x[-1, agent.state_size:] = 0
+    layer = agent.memory.transformer.layers[0]
+    with torch.no_grad():
+        e = agent.memory.phi(x) + agent.memory.positions
+        assert np.allclose(memories[0, 0, 39], e[-1], atol=1e-5)
+        q, k = layer.q(e)[-1].view(2, 8), layer.k(e).view(4, 2, 8)
+        alpha = torch.einsum("hi,nhi->hn", q, k).div(math.sqrt(8)).softmax(dim=1).mean(dim=0)
+    if layers == 1:
+        assert np.allclose(weights[0, 39], alpha.flip(0), atol=1e-5)
+
+
+def test_the_last_layer_is_its_own_refinement():
+    agent = make_agent(2, 2, layers=2)
+    agent.policy = torch.nn.Linear(16, 2)                  # linear in e^L: only there is a regression exact
+    trials = trmrl.collect(agent, make_points("points", 6), 2, sample=True, seed=0)
+    representation, regression = plots.refinement_errors(agent, trials, train=4)
+    assert representation[-1] == pytest.approx(0.0, abs=1e-5) and representation[0] > 1e-3
+    assert regression[-1] < 1e-9 and regression[0] > 1e-6
+    memories, _ = plots.look_inside(agent, trials)
+    a, b = memories[0].reshape(-1, 16), memories[2].reshape(-1, 16)
+    cosine = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
+    assert representation[0] == pytest.approx(1 - cosine.mean(), abs=1e-5)
+
+
+def test_one_seed_has_no_band_and_three_have_one():
+    steps = np.array([100, 200])
+    figure, ax = plots.plt.subplots()
+    seeds = [(steps, np.array([-30.0, -20.0]) - k) for k in range(3)]
+    plots.meta_training(ax, {"trmrl": seeds, "oracle": seeds[:1]}, "points")
+    assert len(ax.collections) == 1
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["TrMRL (3 seeds)", "oracle (1 seed)"]
+    assert ax.lines[0].get_ydata().tolist() == [-31.0, -21.0]
+    assert (ax.lines[0].get_linestyle(), ax.lines[1].get_linestyle()) == ("-", ":")
+    plots.plt.close(figure)
+
+
+def test_adaptation_shows_the_mean_over_tasks_and_its_interval():
+    tests = np.random.default_rng(0).normal(size=(3, 20, 6))               # seeds, tasks, episodes
+    figure, ax = plots.plt.subplots()
+    plots.adaptation(ax, {"trmrl": list(tests)}, "halfcheetah_vel")
+    line, = [x for x in ax.lines if len(x.get_xdata()) == 6 and x.get_linestyle() == "-"]
+    assert line.get_ydata() == pytest.approx(tests.mean(axis=(0, 1)))
+    low, high = ax.collections[0].get_segments()[2][:, 1]                  # the bar of the third episode
+    assert (low, high) == pytest.approx(tuple(trmrl.bootstrap(tests.mean(axis=0)[:, 2])))
+    plots.plt.close(figure)
+
+
+def test_no_two_curves_of_an_ablation_look_alike_in_grey():
+    assert len({str(line) for _, line, _ in plots.VARIANTS}) == len(plots.VARIANTS) >= 4
+    assert len({marker for _, _, marker in plots.VARIANTS}) == len(plots.VARIANTS)
+    assert len({look["linestyle"] for look in plots.AGENTS.values()}) == 3
+
+
+def pretend_run(folder, rows, **settings):
+    """A run folder without an agent: config.json and eval.csv."""
+    folder.mkdir(parents=True)
+    config = trmrl.Config(**{"total_steps": 200, **settings})
+    (folder / "config.json").write_text(json.dumps(asdict(config)))
+    lines = [",".join(map(str, row)) for row in rows]
+    (folder / "eval.csv").write_text("\n".join(["step,split,task,episode,return,success", *lines, ""]))
+
+
+def test_seeds_of_other_settings_and_unfinished_ones_are_left_out(tmp_path, capsys):
+    done = [(100, "test", 0, 1, -9.0, ""), (200, "test", 0, 1, -5.0, "")]
+    pretend_run(tmp_path / "a", done[:1], seed=4)
+    pretend_run(tmp_path / "b", done, seed=1)
+    pretend_run(tmp_path / "c", done, seed=1)
+    pretend_run(tmp_path / "d", done, seed=2, threads=7, device="cuda")
+    pretend_run(tmp_path / "e", done, seed=3, heads=2)
+    pretend_run(tmp_path / "f", done, seed=3, tag="mine")
+    pretend_run(tmp_path / "g", [], seed=5)
+    pretend_run(tmp_path / "h", done, seed=1, agent="oracle")
+    envs = plots.group(plots.find_runs([tmp_path]), lambda config: config.agent, "figure")
+    names = {agent: [run.path.name for run in seeds] for agent, seeds in envs["halfcheetah_vel"].items()}
+    assert names == {"trmrl": ["b", "d"], "oracle": ["h"]}
+    said = capsys.readouterr().out
+    whys = {"a": "not finished", "c": "seed", "e": "settings", "f": "tag", "g": "no meta-test"}
+    for name, why in whys.items():
+        assert re.search(f"left out {tmp_path / name}: .*{why}", said), (name, said)
+
+
+def test_success_is_shown_where_a_family_has_one(tmp_path):
+    pretend_run(tmp_path / "a", [(200, "test", k, 1, 70.0, k % 2) for k in range(4)], env="ml1_reach")
+    run, = plots.find_runs([tmp_path])
+    assert plots.measure_of([run]) == "success"
+    assert plots.learning_curve(run.rows, "success")[1].tolist() == [0.5]
+    assert plots.last_test(run.rows, "success") is None                    # one episode, not six
+    assert plots.last_test(run.rows, "success", episodes=1).tolist() == [[0.0], [1.0], [0.0], [1.0]]
+
+
+def test_the_last_test_is_that_of_the_last_step():
+    rows = [{"step": step, "split": split, "task": task, "episode": k, "return": step + 10 * task + k}
+            for step in (100, 200) for split in ("test", "ood") for task in (0, 1) for k in range(1, 7)]
+    assert plots.last_test(rows, "return").tolist() == [[201, 202, 203, 204, 205, 206],
+                                                        [211, 212, 213, 214, 215, 216]]
+    assert plots.last_test(rows[:-1], "return", "ood") is None             # an episode is missing
+
+
+@pytest.fixture(scope="module")
+def tiny_runs(tmp_path_factory):
+    """A run of two layers, and copies of it that pass for the runs of all ablations."""
+    root = tmp_path_factory.mktemp("plots")
+    run = root / "halfcheetah_vel" / "trmrl-seed1"
+    config = trmrl.Config(device="cpu", layers=2, d_model=16, heads=2, d_ff=32, num_tasks=1, total_steps=1,
+                          eval_tasks=2, run_dir=str(run))
+    trmrl.train(config)
+    for which, change in {"default": {}, "memory": {"memory_length": 2}, "layers": {"layers": 3},
+                          "heads": {"heads": 4}, "tfixup": {"tfixup": False}}.items():
+        for name, settings in {"a": {}, "b": change}.items():
+            folder = root / "ablations" / which / name
+            shutil.copytree(run, folder)
+            content = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**content, **settings}))
+    return root
+
+
+def width(path):
+    return int.from_bytes(path.read_bytes()[16:20], "big")                 # of a PNG
+
+
+def test_bare_plots_draws_every_figure(tiny_runs, tmp_path, capsys):
+    assert plots.main(["--runs", str(tiny_runs), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "needs" not in said.out and not said.err, said
+    assert {path.stem for path in tmp_path.iterdir()} == set(plots.FIGURES)
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size > 10_000 and 600 < width(path) <= 1100, path            # for a README
+        assert re.search(rf"{path}: from .*trmrl-seed1|{path}: from .*ablations/", said.out), path
+    assert f"refinement.png: from {tiny_runs}/halfcheetah_vel/trmrl-seed1\n" in said.out
+
+
+def test_what_is_missing_comes_with_a_command_that_works(tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    assert plots.main([*plots.FIGURES, "film", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [*plots.FIGURES, "film"]
+    for line in lines:
+        command = line[line.index("python trmrl.py") :].split(";")[0]
+        _, config = trmrl.parse(shlex.split(command)[2:])
+        trmrl.check(config)
+    assert trmrl.parse(shlex.split(lines[3][lines[3].index("python") :])[2:])[1].layers == 4     # refinement
+    assert plots.main(["--runs", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_damaged_runs_are_named_and_the_next_is_taken(tiny_runs, tmp_path, capsys):
+    good = tiny_runs / "halfcheetah_vel" / "trmrl-seed1"
+    for name in ("a-cut", "b-nan", "c-good", "d-half"):
+        shutil.copytree(good, tmp_path / name)
+    agent = (good / "agent.pt").read_bytes()
+    (tmp_path / "a-cut" / "agent.pt").write_bytes(agent[:len(agent) // 2])
+    content = torch.load(good / "agent.pt", weights_only=True)
+    content["weights"]["log_std"][0] = torch.nan
+    torch.save(content, tmp_path / "b-nan" / "agent.pt")
+    text = (good / "eval.csv").read_text()
+    (tmp_path / "d-half" / "eval.csv").write_text(text[:-3])               # a line that is not whole
+    assert plots.main(["attention", "meta_training", "--runs", str(tmp_path), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert f"attention.png: from {tmp_path}/c-good\n" in said.out
+    assert (tmp_path / "meta_training.png").exists()
+    assert all(f"attention: skipped {tmp_path}/{name}" in said.err for name in ("a-cut", "b-nan"))
+    assert f"skipped {tmp_path}/d-half: damaged" in said.err and "Traceback" not in said.err
+
+
+def test_a_figure_that_fails_leaves_the_others_alone(tiny_runs, tmp_path, capsys, monkeypatch):
+    def broken(runs, out):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setitem(plots.FIGURES, "latent", broken)
+    names = ["latent", "meta_training"]
+    assert plots.main([*names, "--runs", str(tiny_runs), "--out", str(tmp_path)]) == 1
+    assert (tmp_path / "meta_training.png").exists() and "latent: not drawn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("env", ["halfcheetah_vel", "ant_dir"])
+def test_the_film_shows_the_body_where_it_was(env, tmp_path, monkeypatch):
+    from PIL import Image
+    family = trmrl.FAMILIES[env]
+    spaces = trmrl.make_tasks(env, 1)
+    agent = make_agent(*spaces.single_observation_space.shape, *spaces.single_action_space.shape, env=env)
+    states, shown, advance = [], [], family.advance
+
+    def spy(self, actions):
+        result = advance(self, actions)
+        states.append(self.state[0].copy())
+        return result
+
+    def paint(model, qpos):
+        shown.append(qpos)
+        return np.random.default_rng(0).integers(0, 255, (len(qpos), 27, 48, 3), dtype=np.uint8)
+
+    monkeypatch.setattr(family, "advance", spy)
+    monkeypatch.setattr(plots, "photograph", paint)
+    figure = plots.draw_film(agent, tmp_path)
+    plots.plt.close(figure)
+    qpos, skipped = shown[0], family.skipped_qpos
+    true = np.array(states)[:len(qpos), 1 : 1 + qpos.shape[1]]
+    assert np.allclose(qpos[:, skipped:], true[:, skipped:], atol=1e-5)
+    assert np.allclose(np.diff(qpos[:, 0]), np.diff(true[:, 0]), atol=1e-5) and np.ptp(true[:, 0]) > 1e-2
+    if skipped == 2:                                       # sideways: all but for jolts within a step
+        assert np.median(np.abs(np.diff(qpos[:20, 1] - true[:20, 1]))) < 2e-3 < np.ptp(true[:, 1])
+    with Image.open(tmp_path / "film.gif") as gif:
+        assert gif.n_frames == math.ceil(len(shown[0]) / 2) and gif.info["duration"] == 100
+    assert "m/s" in figure.axes[3].get_title() and figure.get_suptitle().endswith(("2.0 m/s", "backward"))
+
+
+def test_where_nothing_can_render_the_film_says_so_in_one_line(tiny_runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "paint")
+    assert plots.main(["film", "--runs", str(tiny_runs), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1 and "film: needs off-screen OpenGL" in said.out and not said.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_rendered_frames_show_the_body():
+    model = trmrl.make_tasks("halfcheetah_vel", 1).model
+    qpos = np.zeros((2, model.nq))
+    qpos[1, 2] = 1.0                                       # head up
+    frames = plots.photograph(model, qpos)
+    if frames is None:
+        pytest.skip("no off-screen OpenGL here")
+    assert frames.shape == (2, 210, 480, 3) and (frames[0] != frames[1]).any(axis=2).mean() > 0.005
+
+
+def test_scaling_changes_one_size_at_a_time(tmp_path, monkeypatch):
+    seen = []
+
+    def stopwatch(config, envs, agent):
+        seen.append((config, len(agent.memory.transformer.layers), envs.num_envs))
+        return 1.0, 3.0
+
+    monkeypatch.setattr(plots, "iteration_seconds", stopwatch)
+    rows = plots.scaling("cpu", {"layers": (1, 3), "d_model": (64, 32), "num_tasks": (20, 2)})
+    assert [(r["setting"], r["value"]) for r in rows] == [
+        ("layers", 1), ("layers", 3), ("d_model", 64), ("d_model", 32), ("num_tasks", 20), ("num_tasks", 2)]
+    assert [r["steps_per_second"] for r in rows] == [2000] * 5 + [200]      # 20 tasks x 2 x 200 steps in 4 s
+    assert [(c.d_model, c.d_ff, layers, tasks) for c, layers, tasks in seen] == [
+        (64, 256, 1, 20), (64, 256, 3, 20), (32, 128, 1, 20), (64, 256, 1, 2)]             # the preset once
+    monkeypatch.setattr(plots, "scaling", lambda device: rows)
+    assert plots.main(["scaling", "--out", str(tmp_path)]) == 0
+    written = csv_rows(tmp_path / "scaling.csv", without=())
+    assert [int(r["steps_per_second"]) for r in written] == [2000] * 5 + [200]
+
+
+def test_two_epochs_are_timed_and_stand_for_all(monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 10.0, 14.0, 15.0, 20.0, 23.0, 25.0])     # began, collected, updated; thrice
+    monkeypatch.setattr(plots.time, "perf_counter", lambda: next(clock))
+    epochs, update = [], trmrl.ppo_update
+    monkeypatch.setattr(trmrl, "ppo_update", lambda *args: epochs.append(args[3].epochs) or update(*args))
+    agent = make_agent(2, 2, env="points", epochs=8, minibatch=20)
+    assert plots.iteration_seconds(agent.config, make_points("points", 2), agent) == (3.0, 4.0)
+    assert epochs == [2, 2, 2]
+
+
+def test_the_benchmark_measures_with_the_threads_asked_for(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plots, "measure", lambda *args: asked.append(args) or [("our tasks", 1e3, "steps/s")])
+    assert plots.main(["benchmark", "--threads", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert asked == [("halfcheetah_vel", "cpu", 2)] and (tmp_path / "benchmark.png").exists()
+    before = torch.get_num_threads()
+    try:
+        config, envs, agent = plots.preset("ant_dir", "cpu", threads=2)
+        assert torch.get_num_threads() == config.threads == 2 and envs.num_envs == config.num_tasks
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(plots, "rate", lambda work, steps: work() or steps)
+    assert plots.bare_network(agent, config) == 10 * config.minibatch / config.epochs
+    assert agent.memory.phi.weight.grad.abs().sum() > 0
+    assert plots.main(["benchmark", "--env", "ml1_reach"]) == 2

@@ -604,7 +604,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
 
 def processes(device=None):
     """(number of this process, how many there are); a device: join the others of torchrun first."""
-    if device and "RANK" in os.environ and not dist.is_initialized():
+    if device and {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
@@ -943,8 +943,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
         except OSError as trouble:
             raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
                            f"--resume {run.folder}") from None
-        if world > 1 and isinstance(error, RuntimeError):
-            raise RunError(f"process {rank} lost the others ({str(error).strip().splitlines()[0][:80]}); "
+        if world > 1 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise RunError(f"process {rank} lost the others ({' '.join(str(error).split())[:80]}); "
                            f"go on with --resume {run.folder}") from None
         if run.writes and not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
@@ -1054,13 +1054,13 @@ def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_task
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
     set_threads(threads)
-    agent = load_agent(path, device)
-    config = agent.config
+    config = (agent := load_agent(path, device)).config
     envs = make_tasks(config.env, eval_tasks or config.eval_tasks, TEST_SEED, split)
     if (state_size(config, envs), *envs.single_action_space.shape) != (agent.state_size, len(agent.log_std)):
         raise UserError(f"{path} was trained on another body than {config.env} has")
     returns, success = meta_test(agent, envs, episodes)
-    print(f"{config.agent}, {agent.trained_steps:,} steps of {config.env}, on {len(returns)} {split} tasks:")
+    print(f"{config.agent}, {agent.trained_steps:,} steps of {config.env}, on {len(returns)} {split} tasks, "
+          f"episodes of {envs.episode_length} steps:")
     print(table(returns, success, envs.tasks, getattr(envs, "classes", ())))
     if csv:
         Path(csv).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
