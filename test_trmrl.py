@@ -1,7 +1,9 @@
 """The claims of the paper and of the README, each against something independent. Run: pytest"""
+import ast
 import collections
 import contextlib
 import csv
+import difflib
 import importlib
 import inspect
 import io
@@ -201,6 +203,20 @@ def test_ant_tasks_are_forward_and_backward():
     assert 350 < (trmrl.make_tasks("ant_dir", 1000, 1).tasks == 1).sum() < 650
     with pytest.raises(trmrl.UserError, match="train, test"):
         trmrl.make_tasks("ant_dir", 4, 1, "ood")
+
+
+def test_who_does_not_adapt_gets_minus_150():
+    """The best that one speed for all tasks can do: E |v - v*| for v* ~ U[0, 3] is least, 0.75, at v = 1.5."""
+    envs, still = trmrl.make_tasks("halfcheetah_vel", 20, 0, "test"), np.zeros((20, 6))
+
+    def episode(speed):  # the mean return, if the cheetah could run at that speed from the first step on
+        reward = envs.reward(np.full(20, speed), still, np.zeros(20, dtype=bool))
+        return 200 * reward.mean()
+
+    assert episode(0.0) == pytest.approx(-300) and episode(1.5) == pytest.approx(-150)
+    assert max(episode(speed) for speed in np.arange(0, 3.01, 0.05)) == pytest.approx(-150)
+    tired = envs.reward(envs.tasks[:, 0], np.full((20, 6), 0.5), np.zeros(20, dtype=bool))
+    np.testing.assert_allclose(tired, -0.05 * 6 * 0.5 ** 2)               # at its speed: effort alone
 
 
 def test_test_tasks_are_fixed_and_ood_tasks_lie_outside():
@@ -650,28 +666,35 @@ def test_t_fixup_bounds_twelve_layers_without_layer_norm():
 
 # ---- Theorem 1 (Sec. 4.3, App. F) ------------------------------------------------------------------------
 
+def bayes_risk(answer, candidates, posterior, similarity):
+    """Of an answer (d,), if candidate n (N, d) is the right one with probability posterior_n (N,)."""
+    return -(posterior * similarity(candidates, answer)).sum()
+
+
+def cosine(candidates, answer):
+    return torch.cosine_similarity(candidates, answer[None], dim=-1)
+
+
+def dot_product(candidates, answer):
+    return candidates @ answer
+
+
 def test_theorem_1_holds_for_cosine_similarity_but_not_for_dot_products():
     torch.manual_seed(0)
     layer = trmrl.Layer(8, 1, 16, layer_norm=False)
-    violated = 0
     for _ in range(200):
         e = torch.randn(1, 6, 8)
-        _, alpha = layer(e)
-        alpha, v = alpha[0, 0, -1].detach(), layer.v(e)[0].detach()  # posterior and candidates in V space
+        alpha = layer(e)[1][0, 0, -1].detach()                            # the posterior, says the paper
+        v = layer.v(e)[0].detach()                                        # the candidates, in V space
         unit = v / v.norm(dim=-1, keepdim=True)
         consensus = alpha @ unit
-
-        def cosine(x):  # minus the Bayes risk of answering x
-            return (alpha * torch.cosine_similarity(unit, x[None], dim=-1)).sum()
-
-        assert cosine(consensus) >= max(cosine(x) for x in unit) - 1e-6
-        mean = alpha @ v
-
-        def dot(x):
-            return (alpha * (v @ x)).sum()
-
-        violated += bool(dot(mean) < max(dot(x) for x in v))
-    assert violated == 200  # never better than the best candidate
+        risks = [bayes_risk(x, unit, alpha, cosine) for x in unit]
+        assert bayes_risk(consensus, unit, alpha, cosine) <= min(risks) + 1e-6
+        # Unit vectors have a closed form: minus the length of their mean; Cauchy and Schwarz do the rest.
+        assert bayes_risk(consensus, unit, alpha, cosine) == pytest.approx(-consensus.norm().item(), abs=1e-5)
+        risks = [bayes_risk(x, v, alpha, dot_product) for x in v]
+        # On dot products the risk is linear: that of the mean is the mean of the risks, never the least.
+        assert bayes_risk(alpha @ v, v, alpha, dot_product) > min(risks)
 
 
 # ---- the agent -------------------------------------------------------------------------------------------
@@ -1780,6 +1803,92 @@ def test_the_readmes_family_of_ones_own_is_the_one_that_is_tested(tmp_path, monk
         assert make_tasks("points", 3, 0, "test").tasks.shape == (3, 1)
 
 
+# ---- assignments (README.md): `python test_trmrl.py FOLDER FUNCTION ...` makes the student's copy -----------
+
+def blank(source, name):
+    """The source with the body of one function (or Class.method) left for a student, its docstring kept."""
+    place = ast.parse(source)
+    for part in name.split("."):
+        place, = (x for x in place.body if isinstance(x, (ast.FunctionDef, ast.ClassDef)) and x.name == part)
+    if isinstance(place, ast.ClassDef):
+        raise ValueError("a class")
+    body = place.body[bool(ast.get_docstring(place)):]
+    lines = source.splitlines(keepends=True)
+    todo = f'{" " * body[0].col_offset}raise NotImplementedError("{name}: your turn")\n'
+    return "".join(lines[:body[0].lineno - 1] + [todo] + lines[body[-1].end_lineno:])
+
+
+def homework(folder, *names):
+    """A folder with what the exercises need; the functions called `names`, of trmrl.py or this file, blank."""
+    if Path(folder).exists():
+        sys.exit(f"test_trmrl.py: {folder} is there already; name another folder")
+    sources = {name: (HERE / name).read_text() for name in ("trmrl.py", "test_trmrl.py", "plots.py",
+                                                             "requirements.txt", "README.md")}
+    for name in names:
+        for file in ("trmrl.py", "test_trmrl.py"):
+            with contextlib.suppress(ValueError):                         # not in this file
+                sources[file] = blank(sources[file], name)
+                break
+        else:
+            sys.exit(f"test_trmrl.py: no function {name!r}; write it as in README.md: gae, Layer.forward")
+    Path(folder).mkdir(parents=True)
+    for name, text in sources.items():
+        (Path(folder) / name).write_text(text)
+    print(f"{folder}: {', '.join(names) or 'nothing'} left blank")
+
+
+EXERCISES = re.findall(r'^\*\*\d+\. .*?Blank `([\w.]+)`.*?`pytest -k "([^"]+)"`',
+                       (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+class Count:
+    """A plugin of pytest that counts what became of the tests."""
+
+    def __init__(self):
+        self.failed, self.passed = 0, 0
+
+    def pytest_runtest_logreport(self, report):
+        self.failed += report.failed
+        self.passed += report.passed and report.when == "call"
+
+
+@pytest.mark.parametrize("name, tests", EXERCISES, ids=[name for name, _ in EXERCISES])
+def test_the_tests_of_an_exercise_fail_where_its_function_is_blank(name, tests, monkeypatch):
+    def your_turn(*args, **kwargs):
+        raise NotImplementedError
+
+    *owner, function = name.split(".")
+    place = trmrl if hasattr(trmrl, name.split(".")[0]) else sys.modules[__name__]
+    monkeypatch.setattr(getattr(place, owner[0]) if owner else place, function, your_turn)
+    count = Count()
+    pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-k", tests, __file__], plugins=[count])
+    assert count.failed and not count.passed
+
+
+@pytest.mark.parametrize("names", [[name for name, _ in EXERCISES], []], ids=["homework", "solution"])
+def test_exercises_are_graded_in_the_students_copy(names, tmp_path):
+    assert 8 <= len(EXERCISES) <= 10
+    homework(tmp_path / "copy", *names)
+    typed = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-k", " or ".join(k for _, k in EXERCISES)]
+    done = subprocess.run(typed, cwd=tmp_path / "copy", capture_output=True, text=True, timeout=200)
+    failed, passed = (f" {word}" in done.stdout.splitlines()[-1] for word in ("failed", "passed"))
+    assert (failed, passed) == (bool(names), not names), done.stdout
+
+
+def test_a_students_copy_differs_in_the_chosen_functions_only(tmp_path):
+    typed = [sys.executable, HERE / "test_trmrl.py", tmp_path / "copy", "gae", "Layer.one"]
+    assert subprocess.run(typed, cwd=tmp_path, timeout=60).returncode == 0
+    blanked, whole = ((folder / "trmrl.py").read_text() for folder in (tmp_path / "copy", HERE))
+    assert blanked.count("your turn") == 2 and "delta = reward" not in blanked
+    assert "The trial is the horizon" in blanked                          # what is asked for stays
+    kept = difflib.SequenceMatcher(None, whole.splitlines(), blanked.splitlines(), autojunk=False)
+    assert len(whole.splitlines()) - sum(block.size for block in kept.get_matching_blocks()) < 25
+    for wrong in (("copy", "gae"), ("other", "gea"), ("other", "Layer"), ("other", "Layer.two")):
+        with pytest.raises(SystemExit, match=f"{wrong[0]} is there already|'{wrong[1]}'"):
+            homework(tmp_path / wrong[0], wrong[1])
+    assert not (tmp_path / "other").exists()
+
+
 # ---- plots.py --------------------------------------------------------------------------------------------
 
 def test_the_learning_curve_is_the_mean_over_tasks_and_seeds(tmp_path, capsys):
@@ -2149,3 +2258,9 @@ def test_the_benchmark_measures_with_the_threads_asked_for(tmp_path, monkeypatch
     assert steps == 10 * config.minibatch / config.epochs
     assert agent.memory.phi.weight.grad.abs().sum() > 0
     assert plots.main(["benchmark", "--env", "ml1_reach"]) == 2
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("python test_trmrl.py NEW_FOLDER FUNCTION ...: a student's copy with these functions left blank")
+    homework(*sys.argv[1:])
