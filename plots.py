@@ -506,6 +506,7 @@ def write_gif(path, frames, captions, seconds):
     images, font = [Image.fromarray(frame) for frame in frames], ImageFont.load_default(size=20)
     for image, caption in zip(images, captions):
         ImageDraw.Draw(image).text((10, 8), caption, "white", font, stroke_width=2, stroke_fill="black")
+    images = [image.quantize(64, dither=Image.Dither.NONE) for image in images]
     images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 * seconds), loop=0)
 
 

@@ -1734,8 +1734,8 @@ def test_work_that_two_processes_cannot_share_is_refused(settings, tmp_path, mon
 
 # ---- README.md -------------------------------------------------------------------------------------------
 
-def measured(folder):
-    """What README.md says of a run of HalfCheetahVel, from its files."""
+def measured(folder, goal):
+    """What README.md says of a run, from its files; `goal`: a test return, reached after so many steps."""
     rows, progress = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())
 
     def returns(split, episode, step=progress[-1]["step"]):
@@ -1743,22 +1743,37 @@ def measured(folder):
         return [float(r["return"]) for r in rows if (r["split"], r["episode"], r["step"]) == wanted]
 
     minutes = {r["step"]: float(r["seconds"]) / 60 for r in progress}
-    reached = next(s for s in minutes if returns("test", 1, s) and np.mean(returns("test", 1, s)) >= -50)
-    means = [np.mean(returns(*x)) for x in (("test", 1), ("test", 2), ("test", 6), ("ood", 1))]
+    reached = next(s for s in minutes if returns("test", 1, s) and np.mean(returns("test", 1, s)) >= goal)
+    means = [np.mean(returns("test", k)) for k in (1, 2, 6)]
     parameters = sum(p.numel() for p in trmrl.load_agent(folder).parameters())
-    worst = min(min(returns("test", k)) for k in range(1, 7))
-    return *means, int(reached) / 1e6, minutes[reached], max(minutes.values()), worst, parameters
+    return dict(zip(("first", "second", "sixth"), means), worst=min(min(returns("test", k)) for k in range(1, 7)),
+                ood=np.mean(returns("ood", 1) or [np.nan]), steps=int(reached) / 1e6, minutes=minutes[reached],
+                whole=max(minutes.values()), parameters=parameters)
 
 
+@pytest.mark.parametrize("env, goal", [("halfcheetah_vel", -50), ("ant_dir", 400)])
 @pytest.mark.parametrize("kind, name", [("trmrl", "TrMRL"), ("rl2", "RL^2"), ("oracle", "oracle")])
-def test_the_readme_tells_what_the_runs_measured(kind, name):
-    runs = [measured(folder) for folder in (HERE / "results" / "halfcheetah_vel").glob(f"{kind}-seed*")]
-    first, second, sixth, ood, steps, minutes, whole, _, parameters = np.mean(runs, axis=0)
-    seeds = [run[0] for run in runs]
-    row = (f"| {name} | {len(runs)} | {first:.1f} ({min(seeds):.1f}, {max(seeds):.1f}) | {second:.1f} | "
-           f"{sixth:.1f} | {min(run[-2] for run in runs):.1f} | {ood:.1f} | {steps:.2f} | {minutes:.1f} | "
-           f"{whole:.1f} | {parameters:,.0f} |")
+def test_the_readme_tells_what_the_runs_measured(kind, name, env, goal):
+    runs = [measured(folder, goal) for folder in (HERE / "results" / env).glob(f"{kind}-seed*")]
+    seeds, mean = [run["first"] for run in runs], {k: np.mean([run[k] for run in runs]) for k in runs[0]}
+    row = (f"| {name} | {len(runs)} | {mean['first']:.1f} ({min(seeds):.1f}, {max(seeds):.1f}) | "
+           f"{mean['second']:.1f} | {mean['sixth']:.1f} | {min(run['worst'] for run in runs):.1f} | "
+           + f"{mean['ood']:.1f} | " * (env == "halfcheetah_vel")
+           + f"{mean['steps']:.2f} | {mean['minutes']:.1f} | {mean['whole']:.1f} | {mean['parameters']:,.0f} |")
     assert row in (HERE / "README.md").read_text(), row
+
+
+def test_our_ants_go_both_ways_and_rarely_fall():
+    falls, folders = 0, sorted((HERE / "results" / "ant_dir").glob("trmrl-seed*"))
+    for folder in folders:
+        envs = trmrl.make_tasks("ant_dir", 20, 0, "test")
+        trials = trmrl.collect(trmrl.load_agent(folder), envs, 1, False, trmrl.TEST_SEED)
+        first = trials.episode == 0
+        late, along = first & (np.arange(200) >= 50), trials.info["x_velocity"] * envs.tasks
+        for way in (1, -1):
+            assert along[late & (envs.tasks == way)].mean() > 0.5         # m/s
+        falls += (trials.terminated & first).sum()
+    assert len(folders) == 3 and falls < 0.1 * 60
 
 
 def test_the_readme_tells_what_the_benchmarks_measured():
