@@ -673,13 +673,15 @@ def measure(env, device, threads=None):
             speeds["end to end"] = max(float(r["steps_per_second"]) for r in csv.DictReader(f))
     whole, imported = first_iteration(config)
     physics, theirs, ours, _, network, _, end_to_end = speeds.values()
+    kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
     return [*((what, value, "steps/s") for what, value in speeds.items()), *wide,
             ("our tasks / raw physics", ours / physics, ""), ("our tasks / SyncVectorEnv", ours / theirs, ""),
             ("end to end / (raw physics and bare network in series)",
              end_to_end * (1 / physics + 1 / network), ""),
             ("end to end / 1,235 steps/s of an MLP PPO", end_to_end / 1235, ""),
-            ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "MB"),
-            ("import trmrl, beyond its libraries", imported, "s"), ("first iteration, with start and meta-test", whole, "s")]
+            ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kilo, "MB"),
+            ("import trmrl, beyond its libraries", imported, "s"),
+            ("first iteration, with start and meta-test", whole, "s")]
 
 
 def benchmark(ax, rows, env):

@@ -173,10 +173,10 @@ class MujocoTasks(Tasks):
 
     def fallen(self):
         low, high = self.healthy_height
-        return (self.state[:, 3] < low) | (self.state[:, 3] > high)
+        return (self.state[:, 3] < low) | (self.state[:, 3] > high)       # time, x, y, height: of the ant
 
 class HalfCheetahVel(MujocoTasks):
-    """Run at a hidden velocity, U[0, 3] in training, [3, 4] out of distribution; only r tells of it."""
+    """Run at a hidden velocity v*, U[0, 3], out of distribution [3, 4]: r = -|v - v*| - 0.05 sum of a^2."""
     xml, splits = "half_cheetah.xml", ("train", "test", "ood")
 
     def sample_tasks(self, rng):
@@ -200,7 +200,7 @@ class AntDir(MujocoTasks):
         return np.resize([1.0, -1.0], (self.num_envs, 1))
 
     def reward(self, velocity, actions, fallen):
-        return self.tasks[:, 0] * velocity - 0.5 * np.square(actions).sum(axis=1) + ~fallen
+        return self.tasks[:, 0] * velocity - 0.5 * np.square(actions).sum(axis=1) + ~fallen   # 1: upright
 
 @functools.cache
 def metaworld_goals(env):
@@ -211,7 +211,7 @@ def metaworld_goals(env):
     if env != "ml45_train" and name not in names:
         raise UserError(f"unknown task {name!r}; ml1_<task> takes: {', '.join(names)}")
     arm = metaworld.SawyerXYZEnv
-    slow, arm._reset_hand = arm._reset_hand, lambda self, steps=0: slow(self, 1)   # of no matter for goals
+    slow, arm._reset_hand = arm._reset_hand, lambda self, steps=0: slow(self, 1)   # 4 x faster; same goals
     try:
         benchmark = metaworld.ML45(seed=0) if env == "ml45_train" else metaworld.ML1(name + "-v3", seed=0)
     finally:
@@ -233,7 +233,7 @@ class MetaWorldTasks(Tasks):
         if num_tasks % len(self.classes):
             raise UserError(f"{env} has {len(self.classes)} classes: the number of tasks (of each process) "
                             f"must be a multiple of that, not {num_tasks}")
-        self.episode_length = 150 if split == "train" else 500            # the benchmark's
+        self.episode_length = 150 if split == "train" else 500            # ours learn more often; MetaWorld's
         self.arms, self.obs = [None] * num_tasks, np.zeros((num_tasks, 39))
         super().__init__(num_tasks, seed, split, 39, 4)
 
@@ -332,7 +332,7 @@ class Layer(nn.Module):
         return self.refine(e, mu), alpha
 
     def one(self, e, current):
-        """The same for one slot of each, current (M,) -> (M, d), but without computing any key or value."""
+        """The same for one slot of each, current (M,) -> (M, d), and no key, no value: for the last layer."""
         M, N, d = e.shape
         now = e[torch.arange(M, device=e.device), current]
         q = self.q(now).view(M, self.heads, -1)
@@ -345,7 +345,7 @@ class Layer(nn.Module):
         return self.refine(now, mu)
 
     def refine(self, e, mu):
-        e = self.norm1(e + self.out(mu))
+        e = self.norm1(e + self.out(mu))                                  # out: W_o of Eq. 1
         return self.norm2(e + self.ff2(F.relu(self.ff1(e))))
 
 class Transformer(nn.Module):
@@ -466,7 +466,7 @@ class RecurrentMemory(nn.Module):
         return e[:, 0]
 
     def recall(self, memories, start, index):
-        """The same at whole trials: back-propagation through all of their steps."""
+        """The same for learning: index (M,), all steps of some trials in order -> (M, d), in one graph."""
         state, rest = memories.flatten(0, 1)[index].view(-1, memories.shape[1], memories.shape[2]).split(
             [self.state_size, self.rest], dim=2)
         before = F.pad(rest[:, :-1], (0, 0, 1, 0))                        # a, r, eta of the step before
@@ -552,7 +552,7 @@ class Trials:
     reward: np.ndarray               # (B, T)
     terminated: np.ndarray           # (B, T): falls; an end by the clock is none
     episode: np.ndarray              # (B, T): 0, 1, ...
-    info: dict                       # what the family tells of each step, (B, T) each
+    info: dict                       # (B, T) each: success, x_velocity, blown_up, where a family has them
 
     def returns(self, episodes):
         """Return and success (NaN where a family has none) of the first episodes, (B, episodes) each."""
@@ -653,7 +653,7 @@ def gae(reward, value, terminated, gamma, lam):
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 def ppo_loss(agent, e, state, action, logp_old, advantage, target, config):
-    """Loss of M steps: memories e (M, d), normalised states and advantages; and what to log of it."""
+    """Loss of M steps, all terms means: memories e (M, d), normalised advantages; METRICS but the last."""
     value = agent.values(e, state)
     log_ratio = agent.log_prob(agent.policy(e), action) - logp_old
     ratio = log_ratio.exp()                                               # (M,)
@@ -674,7 +674,7 @@ def make_optimizer(agent, config):
 def ppo_update(agent, optimizer, trials, config, generator):
     """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
     device, (B, T) = trials.logp.device, trials.logp.shape
-    reward = config.reward_scale * trials.memories[..., -2]
+    reward = config.reward_scale * trials.memories[..., -2]               # width: ..., r, eta
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
     advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
     target = (advantage + trials.value).flatten()
@@ -686,7 +686,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
     totals, count = torch.zeros(len(METRICS) + 1, device=device), 0
     for _ in range(config.epochs):
         order = torch.randperm(B * T // unit, generator=generator, device=device)
-        for chosen in order.split(size)[:len(order) // size]:             # an odd rest waits
+        for chosen in order.split(size)[:len(order) // size]:             # less an odd rest
             steps = unit * chosen[:, None] + within                       # (size, unit)
             index = steps[rank::world].flatten()                          # (M,): the share of this process
             mean, std = advantage[steps].mean(), advantage[steps].std()
@@ -852,7 +852,7 @@ class Run:
 
 def pick_device(name):
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    there = [*["cuda"] * bool(gpus), *["mps"] * torch.backends.mps.is_available(), "cpu", *gpus]
+    there = [*["cuda"] * bool(gpus), "cpu", *["mps"] * torch.backends.mps.is_available(), *gpus]
     name = there[0] if name == "auto" else name
     if name.startswith("cuda") and "LOCAL_RANK" in os.environ:            # torchrun: a GPU for each process
         name = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -944,7 +944,7 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
                            f"--resume {run.folder}") from None
         if world > 1 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise RunError(f"process {rank} lost the others ({' '.join(str(error).split())[:80]}); "
+            raise RunError(f"process {rank} lost the others ({' '.join(str(error).split())[:200]}); "
                            f"go on with --resume {run.folder}") from None
         if run.writes and not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
@@ -959,11 +959,11 @@ def iterate(run, envs, tests, last, batch):
     config, agent, began = run.config, run.agent, time.monotonic()
     for group in run.optimizer.param_groups:
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
-    ours, all = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
+    ours, shared = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
                  for rank in (processes()[0], 0))          # of this process, and common to all
     tasks = envs.sample_tasks(np.random.default_rng(ours[0]))
     trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
-    trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(all[2])
+    trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
         raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration "
@@ -999,6 +999,7 @@ def iterate(run, envs, tests, last, batch):
 # 11. Command line -----------------------------------------------------------------------------------------
 
 AGENTS = {"trmrl": {}, "rl2": dict(minibatch=800, lr=5e-4), "oracle": dict(memory_length=1)}   # over presets
+TRANSFORMER = {"memory_length", "layers", "heads", "d_ff", "tfixup", "keep_memory"}            # not for rl2
 RELEASE = dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10, minibatch=256,
                lr=3e-5, value_lr=3e-5, final_lr=0.1, reward_scale=1.0)    # of the paper's authors
 ML1 = dict(total_steps=3_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95,
@@ -1023,13 +1024,10 @@ class Parser(argparse.ArgumentParser):
 def parse(argv):
     """(what was typed, the Config that it makes)."""
     early = Parser(add_help=False, allow_abbrev=False)
-    early.add_argument("--env", default=Config.env)
-    early.add_argument("--agent", default=Config.agent)
-    early.add_argument("--preset", default="default")
+    for name, default in (("env", Config.env), ("agent", Config.agent), ("preset", "default")):
+        early.add_argument("--" + name, default=default)
     chosen, _ = early.parse_known_args(argv)
-    presets = PRESETS.get("ml1" if chosen.env.startswith("ml1_") else chosen.env)
-    if presets is None:
-        raise UserError(f"unknown env {chosen.env!r}; there are: {ENVS}")
+    presets = PRESETS.get(chosen.env.split("_")[0], PRESETS.get(chosen.env, {"default": {}, "paper": {}}))
     if chosen.preset not in presets:
         raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(presets)}")
     preset = {**presets[chosen.preset], **AGENTS.get(chosen.agent, {})}
@@ -1079,8 +1077,10 @@ def main(argv=None):
         mode = "eval" if "eval" in typed else "resume" if "resume" in typed else "env"
         meant = {"eval": ("eval", "split", "episodes", "csv", "device", "threads", "eval_tasks"),
                  "resume": ("resume", "device", "threads"), "env": ("preset", *asdict(config))}[mode]
-        for name in typed.keys() - set(meant):             # a flag without a meaning here is a mistake
-            raise UserError(f"--{name.replace('_', '-')} has no meaning with --{mode}")
+        useless = TRANSFORMER if config.agent == "rl2" else set()
+        for name in typed.keys() - (set(meant) - useless):  # a flag without a meaning here is a mistake
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with --"
+                            + ("agent rl2" if name in useless else mode))
         check(config)
         if mode == "eval":
             evaluate(typed.pop("eval"), **typed)
