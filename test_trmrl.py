@@ -1811,6 +1811,16 @@ def test_every_name_in_the_readme_exists():
         assert (HERE / path).exists(), path
 
 
+def test_every_command_in_the_readme_is_understood():
+    text = re.sub(r"\\\n\s+|(?<=\S)\n(?=\S)", " ", (HERE / "README.md").read_text())   # lines that go on
+    typed = [shlex.split(line) for line in re.findall(r"\btrmrl\.py( --[^`#\n]*)", text)]
+    figures = re.findall(r"\bpython plots\.py ([a-z_]+)", text)
+    assert len(typed) > 15 and {"film", "benchmark", "scaling"} <= {*figures}
+    for args in typed:
+        trmrl.check(trmrl.parse([x for x in args if x != "--help"])[1])
+    assert {*figures} <= {*plots.FIGURES, *plots.OTHERS}
+
+
 def test_the_readmes_family_of_ones_own_is_the_one_that_is_tested(tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```$", (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     block, = (x for x in blocks if "class PointMass" in x)
