@@ -136,8 +136,9 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
         ax.plot(steps / 1e6, mean, linewidth=2, markersize=5, markevery=(i, max(1, len(steps) // 8)), **look)
         if len(seeds) > 1:
             ax.fill_between(steps / 1e6, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    if env == "halfcheetah_vel":
-        ax.axhline(-150, color="black", linewidth=1, linestyle=(0, (1, 3)), label="without adapting")
+    known = {"halfcheetah_vel": (-150, "without adapting"), "ant_dir": (200, "standing still")}
+    if env in known:
+        ax.axhline(known[env][0], color="black", linewidth=1, linestyle=(0, (1, 3)), label=known[env][1])
     label_axes(ax, env, value, "environment steps (millions)", "first episode")
     ax.set_xlim(left=0)
 

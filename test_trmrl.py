@@ -1770,6 +1770,25 @@ def test_the_readme_tells_what_the_runs_measured(env, goal, kind, name):
     assert row in (HERE / "README.md").read_text(), row
 
 
+def arm_row(env, kind, name):
+    """The row of README.md's table of MetaWorld, from the runs of one env and agent."""
+    runs = []
+    for folder in (HERE / "results" / env).glob(f"{kind}-seed*"):
+        rows, last = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())[-1]
+        tests = [r for r in rows if (r["split"], r["step"]) == ("test", last["step"])]
+        runs.append([np.mean([float(r[key]) for r in tests if r["episode"] == k]) for key, k in
+                     (("success", "1"), ("success", "2"), ("return", "1"))] +
+                    [float(last["train_success"]), int(last["step"]) / 1e6, float(last["seconds"]) / 60])
+    first, second, returns, train, steps, minutes = np.mean(runs, axis=0)
+    return (f"| {env} | {name} | {len(runs)} | {first:.0%} | {second:.0%} | {returns:,.0f} | {train:.0%} | "
+            f"{steps:.1f} | {minutes:.0f} |")
+
+
+@pytest.mark.parametrize("env, kind, name", [])
+def test_the_readme_tells_what_the_arms_reached(env, kind, name):
+    assert (row := arm_row(env, kind, name)) in (HERE / "README.md").read_text(), row
+
+
 def test_our_ants_go_both_ways_and_rarely_fall():
     falls, folders = 0, sorted((HERE / "results" / "ant_dir").glob("trmrl-seed*"))
     for folder in folders:
