@@ -1770,6 +1770,23 @@ def test_the_readme_tells_what_the_runs_measured(env, goal, kind, name):
     assert row in (HERE / "README.md").read_text(), row
 
 
+def test_the_readme_compares_the_papers_claims_with_these_numbers():
+    def mean(env, kind, goal):
+        runs = [measured(folder, goal) for folder in (HERE / "results" / env).glob(f"{kind}-seed*")]
+        return types.SimpleNamespace(**{k: np.mean([run[k] for run in runs]) for k in runs[0]})
+
+    text = (HERE / "README.md").read_text()
+    ours, theirs, told = (mean("halfcheetah_vel", kind, -50) for kind in ("trmrl", "rl2", "oracle"))
+    ant = mean("ant_dir", "trmrl", 300)
+    closes = f"{100 * (ours.first + 150) / (told.first + 150):.0f} %"
+    for claim in (f"HalfCheetahVel: {ours.first:.1f} and {ours.sixth:.1f} |",
+                  f"return {ant.first:.0f}, standing", f"TrMRL closes {closes} of the distance",
+                  f"-50 after {ours.steps:.2f} M steps, RL^2 after {theirs.steps:.2f} M",
+                  f"in the end {ours.first:.1f}, RL^2 {theirs.first:.1f} |",
+                  f"{ours.ood:.0f}, RL^2 {theirs.ood:.0f}, oracle {told.ood:.0f} |"):
+        assert claim in text, claim
+
+
 def arm_row(env, kind, name):
     """The row of README.md's table of MetaWorld, from the runs of one env and agent."""
     runs = []
@@ -1799,7 +1816,7 @@ def test_our_ants_go_both_ways_and_rarely_fall():
         for way in (1, -1):
             assert along[late & (envs.tasks == way)].mean() > 0.5         # m/s
         falls += (trials.terminated & first).sum()
-    assert len(folders) > 1 and falls < 0.1 * 20 * len(folders)
+    assert len(folders) == 3 and falls < 0.1 * 60
 
 
 def test_the_readme_tells_what_the_benchmarks_measured():
@@ -1832,7 +1849,7 @@ def test_every_name_in_the_readme_exists():
 
 def test_every_command_in_the_readme_is_understood():
     text = re.sub(r"\\\n\s+|(?<=\S)\n(?=\S)", " ", (HERE / "README.md").read_text())   # lines that go on
-    typed = [shlex.split(line) for line in re.findall(r"\btrmrl\.py( --[^`#\n]*)", text)]
+    typed = [shlex.split(line) for line in re.findall(r"\btrmrl\.py( --[^`#\n]*)", text) if "$" not in line]
     figures = re.findall(r"\bpython plots\.py ([a-z_]+)", text)
     assert len(typed) > 15 and {"film", "benchmark", "scaling"} <= {*figures}
     for args in typed:
