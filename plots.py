@@ -239,8 +239,8 @@ def draw_ablation(which, runs, out):
              for i, k in enumerate(sorted({key(run.config) for run in ours}))}
     if not draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,
                       learning_curve, ours, key, looks, least=2):
-        return (f"needs two or more variants: python trmrl.py --env halfcheetah_vel {flags} --run-dir "
-                f"results/ablations/{which}/a-seed1; then {others}")
+        return (f"needs two or more variants: python trmrl.py --env halfcheetah_vel --total-steps 600000 "
+                f"{flags} --run-dir results/ablations/{which}/a-seed1; then {others} (README.md has all)")
 
 
 # ---- Fig. 2, 3, 7, 8, 9: from a trained agent ------------------------------------------------------------
@@ -398,7 +398,8 @@ def draw_online_adaptation(agent, out):
 
 def task_distributions(ax, values, targets):
     """Fig. 2: B tasks as densities of their memories (B, T) along a line; returns neighbours' overlaps."""
-    grid = np.linspace(values.min() - 0.5, values.max() + 0.5, 400)
+    margin = 0.15 * np.ptp(values)
+    grid = np.linspace(values.min() - margin, values.max() + margin, 400)
     densities = [density(row, grid) for row in values]
     for target, y in zip(targets, densities):
         ax.fill_between(grid, y, color=shade(target, targets), alpha=0.35, linewidth=0)
@@ -526,6 +527,7 @@ def draw_film(agent, out):
                 "libegl1 or libosmesa6 (Debian's names)")
     captions = [f"{body.dt * (t + 1):.2f} s: {round(v, 1) + 0.0:.1f} m/s" for t, v in enumerate(velocity)]
     out.mkdir(parents=True, exist_ok=True)
+    print(out / "film.gif")
     write_gif(out / "film.gif", frames[::2], [f"target: {goal}   {c}" for c in captions[::2]], 2 * body.dt)
     figure, axes = plt.subplots(2, 4, figsize=(8, 2.8), layout="constrained")
     film(axes.flat, frames[:steps], captions)
@@ -534,12 +536,12 @@ def draw_film(agent, out):
 
 
 def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
-    """With the first agent that serves; one that does not is named and skipped."""
+    """With the first agent that serves, finished runs first; one that does not is named and skipped."""
     several = name == "refinement"                         # layers
     runs = [run for run in runs if (run.config.env, run.config.agent) == (env, "trmrl")
             and (run.config.layers > 1 if several else not run.ablation)]
-    for run in sorted(runs, key=lambda run: (several and run.config.layers != 4, not run.config.tfixup,
-                                             run.ablation, run.config.tag)):
+    for run in sorted(runs, key=lambda run: (not run.finished, several and run.config.layers != 4,
+                                             not run.config.tfixup, run.ablation, run.config.tag)):
         try:
             agent = trmrl.load_agent(run.path)
             if not all(torch.isfinite(x).all() for x in agent.state_dict().values()):
@@ -552,7 +554,8 @@ def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
             return figure
         if title:
             figure.suptitle(title)
-        return save(figure, out / f"{name}.png", [run.path])
+        steps = f" after {agent.trained_steps / 1e6:.3g} of {run.config.total_steps / 1e6:.3g} M steps"
+        return save(figure, out / f"{name}.png", [f"{run.path}{'' if run.finished else steps}"])
     return (f"needs a trained agent{several * ' of several layers'}: python trmrl.py --env {env}"
             + several * " --layers 4 --tag 4layers")
 

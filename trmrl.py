@@ -775,7 +775,7 @@ def csv_text(rows, header):
 def load(path, kind):
     """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it."""
     if not path.is_file():
-        raise UserError(f"there is no {path}; train first, or name another run")
+        raise UserError(f"there is no {path}; name another run (those in results/ can be meta-tested only)")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["kind"] != kind or content["version"] != VERSION:
@@ -792,7 +792,7 @@ def load(path, kind):
         agent.load_state_dict({name: x.float() for name, x in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
     except Exception as error:                             # whatever a damaged or foreign file provokes
-        reason = (str(error).splitlines() or ["?"])[-1].strip()[:200]
+        reason = (str(error).splitlines() or ["it ends too early"])[-1].strip()[:100]
         raise UserError(f"{path} is damaged or no {kind} of this trmrl.py ({reason}); take another") from None
     return content, agent
 
@@ -897,7 +897,7 @@ def open_run(config, envs, resume):
     name = f"{config.agent}-seed{config.seed}{'-' * bool(config.tag)}{config.tag}"
     folder = Path(config.run_dir or Path("runs") / config.env / name)
     if processes()[0] == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; go on with --resume {folder}, or name another --tag")
+        raise UserError(f"{folder} is there already: --resume it, or take another --seed, --tag or --run-dir")
     with torch.random.fork_rng(devices=[]):                # the same first weights on every device
         torch.manual_seed(config.seed)
         actions = envs.single_action_space
@@ -1019,7 +1019,7 @@ PRESETS = {                                                # per env what differ
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UserError(message)
+        raise UserError(f"{message}; see --help")
 
 def parse(argv):
     """(what was typed, the Config that it makes)."""
