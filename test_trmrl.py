@@ -1801,7 +1801,7 @@ def arm_row(env, kind, name):
             f"{steps:.1f} | {minutes:.0f} |")
 
 
-@pytest.mark.parametrize("env, kind, name", [])
+@pytest.mark.parametrize("env, kind, name", [("ml1_reach", "trmrl", "TrMRL")])
 def test_the_readme_tells_what_the_arms_reached(env, kind, name):
     assert (row := arm_row(env, kind, name)) in (HERE / "README.md").read_text(), row
 
