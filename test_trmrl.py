@@ -2211,6 +2211,17 @@ def test_damaged_runs_are_named_and_the_next_is_taken(tiny_runs, tmp_path, capsy
     assert f"skipped {tmp_path}/d-half: damaged" in said.err and "Traceback" not in said.err
 
 
+def test_figures_are_of_a_finished_run_or_say_so(tmp_path, capsys, monkeypatch):
+    config, agent = trmrl.Config(total_steps=2_000_000), make_agent()
+    agent.trained_steps = 500_000
+    young, old = (plots.Found(tmp_path / name, config, [{"step": step}])
+                  for name, step in (("young", 500_000), ("old", 2_000_000)))
+    monkeypatch.setattr(trmrl, "load_agent", lambda path: agent)
+    for runs, said in (([young, old], f"{old.path}\n"), ([young], f"{young.path} after 0.5 of 2 M steps\n")):
+        plots.draw_from_agent("latent", lambda agent, out: plots.plt.figure(), "", runs, tmp_path)
+        assert capsys.readouterr().out.endswith(f"from {said}")
+
+
 def test_a_figure_that_fails_leaves_the_others_alone(tiny_runs, tmp_path, capsys, monkeypatch):
     def broken(runs, out):
         raise ZeroDivisionError("broken")
