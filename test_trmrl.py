@@ -989,8 +989,9 @@ def test_nothing_is_read_from_the_device_inside_the_minibatch_loop(kind, updates
 
 # ---- the command line ------------------------------------------------------------------------------------
 
-TINY = ("--num-tasks 2 --episodes-per-trial 1 --minibatch 100 --epochs 2 --layers 1 --d-model 16 --heads 2 "
-        "--d-ff 32 --threads 1 --device cpu --eval-tasks 2 --final-episodes 1").split()
+TINY_RL2 = ("--num-tasks 2 --episodes-per-trial 1 --minibatch 100 --epochs 2 --d-model 16 --threads 1 "
+            "--device cpu --eval-tasks 2 --final-episodes 1").split()
+TINY = [*TINY_RL2, *"--layers 1 --heads 2 --d-ff 32".split()]
 FILES = {"config.json", "progress.csv", "eval.csv", "agent.pt", "checkpoint.pt"}
 
 
@@ -1109,7 +1110,7 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(kind, tmp_path, monkey
 
 @pytest.mark.parametrize("kind", ["rl2", "oracle"])
 def test_the_baselines_are_trained_stopped_resumed_and_evaluated_alike(kind, tmp_path, monkeypatch):
-    command = [*TINY, "--agent", kind, "--total-steps", 1200, "--run-dir"]
+    command = [*(TINY_RL2 if kind == "rl2" else TINY), "--agent", kind, "--total-steps", 1200, "--run-dir"]
     assert cli(*command, tmp_path / "whole").returncode == 0
     with monkeypatch.context() as patch:                                  # stopped in the second iteration
         iterate = trmrl.iterate
