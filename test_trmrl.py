@@ -844,6 +844,36 @@ def test_rewards_flow_over_the_border_of_episodes_but_not_over_falls_or_trials()
     assert trmrl.gae(reward, value, fall, 0.9, 1.0)[0, -1] == -7          # nothing after the trial
 
 
+@pytest.mark.parametrize("endless", [False, True])
+def test_an_endless_episode_ends_by_falls_only(endless, monkeypatch):
+    gamma, lam, scale = 0.93, 0.8, 0.5
+    agent = awake(make_agent(2, 2, minibatch=320, epochs=1, gamma=gamma, gae_lambda=lam, reward_scale=scale,
+                             endless=endless))
+    trials, seen, loss = trmrl.collect(agent, Falling(8), 2, True, 0), [], trmrl.ppo_loss
+
+    def spy(agent, e, state, action, logp_old, advantage, target, config):
+        seen.extend(zip(logp_old.tolist(), target.tolist()))
+        return loss(agent, e, state, action, logp_old, advantage, target, config)
+
+    monkeypatch.setattr(trmrl, "ppo_loss", spy)
+    trmrl.ppo_update(agent, trmrl.make_optimizer(agent, agent.config), trials, agent.config, torch.Generator())
+    seen, reward, value = dict(seen), scale * trials.reward, trials.value.numpy()
+    ends = {"fall": 0, "clock": 0, "trial": 0}
+    for b, t in itertools.product(range(8), reversed(range(40))):
+        last = "trial" if t == 39 else "clock" if trials.episode[b, t + 1] > trials.episode[b, t] else ""
+        last = "fall" if trials.terminated[b, t] else last
+        if last == "fall" or last == "trial" and not endless:
+            follows = 0.0
+        elif last and endless:
+            follows = value[b, t]                                         # as if it stayed where it is
+        else:
+            follows = (1 - lam) * value[b, t + 1] + lam * target          # the lambda-return, backwards
+        target = reward[b, t] + gamma * follows
+        assert seen[trials.logp[b, t].item()] == pytest.approx(target, abs=1e-4)
+        ends[last or "fall"] += bool(last)
+    assert min(ends.values()) > 0
+
+
 def test_a_fall_ends_the_episode_of_its_task_only():
     trials = trmrl.collect(make_agent(2, 2), Falling(50), 2, True, 0)
     assert trials.terminated.sum() > 100

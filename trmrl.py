@@ -40,7 +40,6 @@ class UserError(ValueError):
 class RunError(Exception):
     """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
 
-
 # 1. Configuration: every field is a flag of the same name (memory_length: --memory-length) ----------------
 
 def flag(default, help, low=None, high=None):
@@ -77,6 +76,7 @@ class Config:
 
     gamma: float = flag(0.9, "discount", 0, 1)
     gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
+    endless: bool = flag(False, "learn as if the clock ended no episode: where rewards are positive")
     clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
     epochs: int = flag(5, "passes over a batch", 1, 1000)
     minibatch: int = flag(200, "environment steps per gradient step", 2, 10**9)
@@ -87,7 +87,6 @@ class Config:
     value_coef: float = flag(0.5, "weight of the value loss", 0, 1e6)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
     reward_scale: float = flag(0.1, "rewards times this, for learning only", 1e-9, 1e9)
-
 
 # 2. Tasks (App. B) ----------------------------------------------------------------------------------------
 
@@ -284,7 +283,6 @@ def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
         return MetaWorldTasks(env, num_tasks, seed, split)
     raise UserError(f"unknown env {env!r}; there are: {ENVS}")
 
-
 # 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1) --------------------------------
 
 def windows(memories, index, start, N, state_size):
@@ -301,7 +299,6 @@ def windows(memories, index, start, N, state_size):
     x = memories[source]
     x[..., state_size:] *= (slot < current[:, None])[..., None]                        # PAD: not known yet
     return x, current
-
 
 # 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) -------------------------------------------
 
@@ -368,7 +365,6 @@ class Transformer(nn.Module):
         for layer in self.layers[:-1]:
             e, _ = layer(e)
         return self.layers[-1].one(e, current)
-
 
 # 5. The agent: normaliser, memory, policy and value heads. The memory is all that tells RL^2 from TrMRL. ----
 
@@ -537,7 +533,6 @@ class Agent(nn.Module):
         noise = torch.randn(mean.shape, generator=self.generator, device=mean.device) if sample else 0.0
         return mean + self.log_std.exp() * noise, mean, e, state
 
-
 # 6. Trials: E episodes of each task in a row. One collector for meta-training and meta-testing. -----------
 
 @dataclass
@@ -598,7 +593,6 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
                   {key: np.stack([info[key] for info in infos], axis=1)
                    for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
 
-
 # Several processes (torchrun): each collects its share of the tasks, then all have all trials, each computes
 # its share of every minibatch, and gradients are averaged: the update of one process, but for rounding.
 
@@ -632,7 +626,6 @@ def average(tensors):
         for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
             x.copy_(total.view_as(x) / dist.get_world_size())
 
-
 # 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
 
 def gae(reward, value, terminated, gamma, lam):
@@ -640,7 +633,7 @@ def gae(reward, value, terminated, gamma, lam):
 
     - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
-    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
+    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap (but see --endless).
     """
     advantage, T = torch.zeros_like(reward), reward.shape[1]
     for t in reversed(range(T)):
@@ -676,6 +669,9 @@ def ppo_update(agent, optimizer, trials, config, generator):
     device, (B, T) = trials.logp.device, trials.logp.shape
     reward = config.reward_scale * trials.memories[..., -2]               # width: ..., r, eta
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
+    if config.endless:                         # the value of an episode's last step stands for what follows
+        clock = torch.as_tensor(np.diff(trials.episode, append=-1) != 0).to(device) * (1.0 - terminated)
+        reward, terminated = reward + config.gamma * trials.value * clock, terminated + clock
     advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
     target = (advantage + trials.value).flatten()
     state, action = trials.memories[..., :agent.state_size].flatten(0, 1), trials.action.flatten(0, 1)
@@ -707,7 +703,6 @@ def ppo_update(agent, optimizer, trials, config, generator):
     agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
     *sums, skipped = totals.tolist()
     return dict(zip(METRICS, (x / count for x in sums)), updates=count, skipped=int(skipped))
-
 
 # 8. Meta-testing (Sec. 5.1, 5.2): frozen weights, mean actions, tasks fixed for all agents and seeds ------
 
@@ -748,7 +743,6 @@ def table(returns, success, tasks, classes=()):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
-
 
 # 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings (weights_only). ------
 
@@ -846,7 +840,6 @@ class Run:
                 if name.endswith(only):
                     write_atomically(self.folder / name, data)
         self.saved_at = self.saved_at if only else time.monotonic()
-
 
 # 10. Meta-training (Sec. 5.1) -----------------------------------------------------------------------------
 
@@ -995,15 +988,14 @@ def iterate(run, envs, tests, last, batch):
     if run.writes:
         print(line, end="" if sys.stdout.isatty() and run.iteration < last else "\n", flush=True)
 
-
 # 11. Command line -----------------------------------------------------------------------------------------
 
 AGENTS = {"trmrl": {}, "rl2": dict(minibatch=800, lr=5e-4), "oracle": dict(memory_length=1)}   # over presets
 TRANSFORMER = {"memory_length", "layers", "heads", "d_ff", "tfixup", "keep_memory"}            # not for rl2
 RELEASE = dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10, minibatch=256,
                lr=3e-5, value_lr=3e-5, final_lr=0.1, reward_scale=1.0)    # of the paper's authors
-ML1 = dict(total_steps=3_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95,
-           lr=5e-4, reward_scale=0.002, eval_tasks=50, final_episodes=2, eval_every=20)
+ML1 = dict(total_steps=2_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95, endless=True,
+           reward_scale=0.002, eval_tasks=50, final_episodes=2, eval_every=40)
 ML_RELEASE = RELEASE | dict(d_model=32, heads=4, d_ff=128, num_tasks=25, episodes_per_trial=10, minibatch=32,
                             lr=5e-5, value_lr=5e-5, gae_lambda=0.95, init_std=1.0, eval_tasks=50)
 PRESETS = {                                                # per env what differs from Config's defaults
@@ -1013,7 +1005,7 @@ PRESETS = {                                                # per env what differ
                                 total_steps=2_500_000),
                 "paper": RELEASE | dict(gamma=0.92, init_std=0.5)},
     "ml1": {"default": ML1, "paper": ML_RELEASE},          # any of its tasks
-    "ml45_train": {"default": ML1 | dict(num_tasks=45, eval_tasks=45),
+    "ml45_train": {"default": ML1 | dict(num_tasks=45, eval_tasks=45, eval_every=20),
                    "paper": ML_RELEASE | dict(num_tasks=45, eval_tasks=45)},
 }
 
