@@ -568,6 +568,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     agent.reset(B, torch.Generator(device).manual_seed(torch_seed))
     obs, _ = envs.reset(seed=env_seed, options={} if tasks is None else {"tasks": tasks})
     episode = begun = np.zeros(B, dtype=int)
+    lives_on = agent.config.keep_memory or agent.config.agent == "rl2"
     thoughts, events, infos = [], [], []
     for t in range(T):
         if agent.config.agent == "oracle":
@@ -581,7 +582,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
         events.append((obs, reward.astype(np.float32), terminated, done, episode, begun))
         infos.append(info)
         obs, episode = next_obs, episode + done
-        begun = begun if agent.config.keep_memory else np.where(done, t + 1, begun)
+        begun = begun if lives_on else np.where(done, t + 1, begun)
         if done.any() and t + 1 < T:
             obs, _ = envs.reset(options={"reset_mask": done})
     action, mean, e, state = (torch.stack(x, dim=1) for x in zip(*thoughts))
@@ -633,7 +634,8 @@ def gae(reward, value, terminated, gamma, lam):
 
     - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
-    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap (but see --endless).
+    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
+    With --endless what comes here is changed: ends by the clock are ends, and their reward has a value added.
     """
     advantage, T = torch.zeros_like(reward), reward.shape[1]
     for t in reversed(range(T)):
@@ -669,8 +671,8 @@ def ppo_update(agent, optimizer, trials, config, generator):
     device, (B, T) = trials.logp.device, trials.logp.shape
     reward = config.reward_scale * trials.memories[..., -2]               # width: ..., r, eta
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
-    if config.endless:                         # the value of an episode's last step stands for what follows
-        clock = torch.as_tensor(np.diff(trials.episode, append=-1) != 0).to(device) * (1.0 - terminated)
+    if config.endless:  # Where the clock empties the memory or ends the trial, its value stands for the rest.
+        clock = (trials.start.diff(append=trials.start[:, :1] - 1) != 0) * (1.0 - terminated)
         reward, terminated = reward + config.gamma * trials.value * clock, terminated + clock
     advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
     target = (advantage + trials.value).flatten()
@@ -869,10 +871,12 @@ def check(config):
             raise UserError(f"{name} must be between {low:g} and {high:g}, not {value}")
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
-    if config.d_model % config.heads:
+    if config.endless and config.gamma == 1:
+        raise UserError("--endless needs --gamma below 1: values would grow without end")
+    if config.agent != "rl2" and config.d_model % config.heads:
         fit = [h for h in range(1, 33) if config.d_model % h == 0]
         raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; these do: {fit}")
-    if config.d_model % 2:
+    if config.agent != "rl2" and config.d_model % 2:
         raise UserError(f"--d-model must be even, for pairs of sine and cosine, not {config.d_model}")
     if any(c in config.tag + config.env for c in "/\\\0"):
         raise UserError("--tag and --env name a folder: no slashes there")
@@ -937,7 +941,7 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
                            f"--resume {run.folder}") from None
         if world > 1 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise RunError(f"process {rank} lost the others ({' '.join(str(error).split())[:200]}); "
+            raise RunError(f"process {rank} failed or lost the others: {' '.join(str(error).split())[:200]}; "
                            f"go on with --resume {run.folder}") from None
         if run.writes and not isinstance(error, RunError):
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
@@ -1083,8 +1087,7 @@ def main(argv=None):
         else:
             train(config)
     except (UserError, RunError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, UserError):
-            print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
+        print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 
