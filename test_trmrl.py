@@ -357,7 +357,7 @@ def test_arms_start_alike_whatever_the_seed_and_whatever_came_before():
 
 
 def test_arms_train_for_150_steps_and_are_tested_for_500():
-    for split, length in (("train", 150), ("test", 500)):
+    for split, length in (("train", 300), ("test", 500)):
         envs = trmrl.make_tasks("ml1_reach", 1, 0, split)
         for _ in range(2):
             envs.reset()
@@ -467,11 +467,11 @@ def test_the_table_has_a_line_per_class():
 
 def test_a_run_on_metaworld_tells_its_success(tmp_path):
     folder = tmp_path / "run"
-    result = cli(*TINY, "--env", "ml1_reach", "--total-steps", 600, "--eval-every", 2, "--run-dir", folder)
+    result = cli(*TINY, "--env", "ml1_reach", "--total-steps", 1200, "--eval-every", 2, "--run-dir", folder)
     assert result.returncode == 0, result.stderr
     assert re.search(r"train \d+\.\d \(\d+%\)   test \d+\.\d \(\d+%\)$", result.stdout.strip())
     tests, progress = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv")
-    assert [(r["step"], r["split"], r["task"]) for r in tests] == [("600", "test", "0"), ("600", "test", "1")]
+    assert [(r["step"], r["split"], r["task"]) for r in tests] == [("1200", "test", k) for k in "01"]
     assert {r["success"] for r in tests} <= {"0", "1"} and len(progress) == 2
     assert all(0 <= float(r["train_success"]) <= 1 and r["blown_up"] == "0" for r in progress)
     lines = check_eval(folder, tmp_path / "rows.csv", episodes=1)
@@ -1244,7 +1244,7 @@ def test_every_preset_can_be_started():
                                                ["default", "paper"], trmrl.AGENTS):
         _, config = trmrl.parse(["--env", env, "--preset", preset, "--agent", kind])
         trmrl.check(config)
-        trial = config.episodes_per_trial * (150 if env.startswith("ml") else 200)
+        trial = config.episodes_per_trial * (300 if env.startswith("ml") else 200)
         assert config.minibatch <= config.num_tasks * trial
 
 
