@@ -1760,6 +1760,16 @@ def test_a_run_of_torchrun_whose_process_is_killed_goes_on_as_if_nothing_had_hap
     assert same_weights(folder, two.folder / "whole")
 
 
+def test_every_process_tells_the_mistake_that_only_it_can_see(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    result = cli("--resume", tmp_path / "on-the-other-machine")
+    assert result.returncode == 2 and "there is no" in result.stderr
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = cli("--device", "cuda", "--run-dir", tmp_path / "run")
+    assert result.returncode == 2 and "'cuda:1' is not there" in result.stderr
+
+
 @pytest.mark.parametrize("settings", [
     dict(num_tasks=3), dict(minibatch=41), dict(agent="rl2", minibatch=40), dict(agent="rl2", minibatch=120)],
     ids=str)
