@@ -1207,6 +1207,7 @@ def test_bad_settings_are_refused_in_one_line(args, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("typed, words", [
+    ("--endless --gamma 1", ["--gamma below 1"]),
     ("--env walker", ["walker", "halfcheetah_vel", "ant_dir", "ml1_reach", "ml45_train"]),
     ("--agent maml", ["maml", "trmrl", "rl2", "oracle"]),
     ("--heads 3", ["--heads 3", "--d-model 64"]),

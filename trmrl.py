@@ -232,7 +232,7 @@ class MetaWorldTasks(Tasks):
         if num_tasks % len(self.classes):
             raise UserError(f"{env} has {len(self.classes)} classes: the number of tasks (of each process) "
                             f"must be a multiple of that, not {num_tasks}")
-        self.episode_length = 300 if split == "train" else 500            # shorter: more tasks; MetaWorld's
+        self.episode_length = 300 if split == "train" else 500            # MetaWorld's 500; fewer: more tasks
         self.arms, self.obs = [None] * num_tasks, np.zeros((num_tasks, 39))
         super().__init__(num_tasks, seed, split, 39, 4)
 
@@ -635,7 +635,7 @@ def gae(reward, value, terminated, gamma, lam):
     - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
     - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
-    With --endless what comes here is changed: ends by the clock are ends, and their reward has a value added.
+    With --endless ppo_update adds a value to the reward at ends by the clock, and marks them as terminal.
     """
     advantage, T = torch.zeros_like(reward), reward.shape[1]
     for t in reversed(range(T)):
@@ -671,7 +671,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
     device, (B, T) = trials.logp.device, trials.logp.shape
     reward = config.reward_scale * trials.memories[..., -2]               # width: ..., r, eta
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
-    if config.endless:  # Where the clock empties the memory or ends the trial, its value stands for the rest.
+    if config.endless:  # the value of the last step before the memory empties stands for what was cut off
         clock = (trials.start.diff(append=trials.start[:, :1] - 1) != 0) * (1.0 - terminated)
         reward, terminated = reward + config.gamma * trials.value * clock, terminated + clock
     advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
