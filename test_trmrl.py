@@ -193,8 +193,13 @@ def test_an_ant_falls_where_gymnasium_says():
     envs, one = trmrl.make_tasks("ant_dir", 1), gymnasium.make("Ant-v5").unwrapped
     one.reset(seed=0)
     for height in (0.1, 0.19, 0.21, 0.29, 0.5, 0.99, 1.01, 2.0):
-        one.data.qpos[2] = envs.state[0, 3] = height
-        assert envs.fallen()[0] != one.is_healthy
+        def rollout(models, datas, before, controls, state, height=height, **_):
+            state[:] = before[:, None] + [envs.dt, *[0.0] * 29]           # nothing moves, but for:
+            state[..., 3] = one.data.qpos[2] = height
+
+        envs.pool = types.SimpleNamespace(rollout=rollout)
+        _, reward, terminated, _, info = envs.step(np.zeros((1, 8)))
+        assert terminated[0] != one.is_healthy and reward[0] == one.is_healthy and not info["blown_up"]
 
 
 def test_ant_tasks_are_forward_and_backward():
@@ -356,7 +361,43 @@ def test_arms_start_alike_whatever_the_seed_and_whatever_came_before():
     np.testing.assert_array_equal(again, [paths[0][-1][0], paths[0][0][1]])
 
 
-def test_arms_train_for_150_steps_and_are_tested_for_500():
+def test_blur_hides_where_the_object_is_and_changes_nothing_else():
+    clear, blurred = (trmrl.make_tasks("ml1_reach", 4, 0) for _ in range(2))
+    blurred.blur, shifts, rng = 0.1, [], np.random.default_rng(0)
+    for seed in (5, 6, 5):
+        actions = rng.uniform(-1, 1, (20, 4, 4))
+        pairs = [[envs.reset(seed=seed)[0] for envs in (clear, blurred)]]
+        for a in actions:
+            (x, *rest), (y, *same) = clear.step(a), blurred.step(a)
+            assert all(np.array_equal(*z) for z in zip(rest[:-1], same)) and np.array_equal(
+                rest[-1]["success"], same[-1]["success"])
+            pairs.append([x, y])
+        shift = np.array([y - x for x, y in pairs])                       # (21, 4, 39)
+        assert np.flatnonzero(np.abs(shift).max(axis=(0, 1)) > 1e-6).tolist() == [4, 5, 6, 22, 23, 24]
+        np.testing.assert_allclose(shift[..., 4:7], shift[..., 22:25], atol=1e-6)
+        np.testing.assert_allclose(shift, np.broadcast_to(shift[0], shift.shape), atol=1e-6)
+        shifts.append(shift[0, :, 4:7])
+    np.testing.assert_allclose(shifts[0], shifts[2], atol=1e-6)           # the seed decides
+    assert len(np.unique(np.round([shifts[0], shifts[1]], 6))) == 24      # each episode, task and axis anew
+    assert 0.05 < np.std(shifts) < 0.2
+
+
+def test_only_training_is_blurred(tmp_path, monkeypatch):
+    made = []
+
+    def make(env, num_tasks, seed=0, split="train"):
+        made.append((split, trmrl.make_tasks(env, num_tasks, seed, split)))
+        return made[-1][1]
+
+    monkeypatch.setattr(trmrl, "iterate", lambda *args: sys.exit())
+    config = trmrl.Config(**SMALL, env="ml1_reach", num_tasks=1, blur=0.1, run_dir=str(tmp_path / "run"))
+    with pytest.raises(SystemExit):
+        trmrl.train(config, make)
+    assert [(split, envs.blur) for split, envs in made] == [("train", 0.1), ("test", 0.0)]
+    assert trmrl.parse(["--env", "ml1_reach"])[1].blur > 0 == trmrl.parse(["--env", "ml1_push"])[1].blur
+
+
+def test_arms_train_for_300_steps_and_are_tested_for_500():
     for split, length in (("train", 300), ("test", 500)):
         envs = trmrl.make_tasks("ml1_reach", 1, 0, split)
         for _ in range(2):
@@ -876,6 +917,24 @@ def test_an_endless_memory_ends_by_falls_only(settings, endless, monkeypatch):
     assert min(ends.values()) > 0
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_a_learned_reward_scale_makes_rewards_of_any_size_the_same(size, monkeypatch):
+    """Those of an iteration are divided by the root of the mean square of all so far; constants give 1."""
+    agent, given, seen, rng = make_agent(2, 2, reward_scale=0.0, gamma=0.97), [], [], np.random.default_rng(0)
+    optimizer, gae = trmrl.make_optimizer(agent, agent.config), trmrl.gae
+    monkeypatch.setattr(trmrl, "gae", lambda reward, *rest: seen.append(reward) or gae(reward, *rest))
+    for i in range(3):
+        trials = trmrl.collect(agent, PointMass(6), 2, True, i)
+        reward = size * rng.exponential(1 + i, trials.reward.shape)
+        trials.memories[..., -2] = torch.as_tensor(reward)
+        given.append(reward)
+        trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator())
+        expected = (1 - 0.97) * reward / np.sqrt(np.mean(np.square(given)))
+        np.testing.assert_allclose(seen[-1], expected, rtol=5e-3)             # 1e-8 below the root
+    assert agent.rewards.count == 3 * 6 * 40 and "rewards.mean" in agent.state_dict()   # a resume needs it
+    assert make_agent(2, 2, reward_scale=0.1).rewards is None
+
+
 def test_a_fall_ends_the_episode_of_its_task_only():
     trials = trmrl.collect(make_agent(2, 2), Falling(50), 2, True, 0)
     assert trials.terminated.sum() > 100
@@ -1141,7 +1200,8 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(kind, tmp_path, monkey
 
 @pytest.mark.parametrize("kind", ["rl2", "oracle"])
 def test_the_baselines_are_trained_stopped_resumed_and_evaluated_alike(kind, tmp_path, monkeypatch):
-    command = [*(TINY_RL2 if kind == "rl2" else TINY), "--agent", kind, "--total-steps", 1200, "--run-dir"]
+    command = [*(TINY_RL2 if kind == "rl2" else TINY), "--agent", kind, "--total-steps", 1200,
+               "--reward-scale", 0, "--run-dir"]
     assert cli(*command, tmp_path / "whole").returncode == 0
     with monkeypatch.context() as patch:                                  # stopped in the second iteration
         iterate = trmrl.iterate
@@ -1208,6 +1268,8 @@ def test_bad_settings_are_refused_in_one_line(args, tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize("typed, words", [
     ("--endless --gamma 1", ["--gamma below 1"]),
+    ("--reward-scale 0 --gamma 1", ["--gamma below 1"]),
+    ("--blur 0.1", ["--blur has no meaning with --env halfcheetah_vel"]),
     ("--env walker", ["walker", "halfcheetah_vel", "ant_dir", "ml1_reach", "ml45_train"]),
     ("--agent maml", ["maml", "trmrl", "rl2", "oracle"]),
     ("--heads 3", ["--heads 3", "--d-model 64"]),
@@ -1612,7 +1674,7 @@ def test_any_config_trains_or_is_refused(tmp_path):
         endless=[True, False], gae_lambda=[0.0, 0.5, 1.0], clip=[0.05, 0.5], epochs=[1, 3],
         num_tasks=[1, 3, 8],
         minibatch=[40, 7, 20, 1, 161], lr=[0.0, 1e-3, 0.5], value_lr=[0.0, 1e-3], final_lr=[0.0, 1.0],
-        max_grad_norm=[1e-3, 10.0], value_coef=[0.0, 0.5], entropy_coef=[0.0, 0.1], reward_scale=[1e-3, 99.0],
+        max_grad_norm=[1e-3, 10.0], value_coef=[0.0, 0.5], entropy_coef=[0.0, 0.1], reward_scale=[1e-3, 0.0],
         episodes_per_trial=[1, 2, 3], eval_every=[1, 5], eval_tasks=[1, 3], eval_episodes=[1, 2],
         final_episodes=[1, 2], checkpoint_every=[0, 1], seed=[0, 5, 2**31 - 1, -1])
     for i in range(300 if os.environ.get("TRMRL_LONG_TESTS") else 60):
@@ -1620,7 +1682,8 @@ def test_any_config_trains_or_is_refused(tmp_path):
         batch = picks["num_tasks"] * picks["episodes_per_trial"] * 20
         transformer = picks["agent"] != "rl2"
         bad = (picks["memory_length"] < 1 or transformer and picks["d_model"] % picks["heads"] or
-               transformer and picks["d_model"] % 2 or picks["gamma"] > 1 - 0.01 * picks["endless"] or
+               transformer and picks["d_model"] % 2 or
+               picks["gamma"] > 1 - 0.01 * (picks["endless"] or picks["reward_scale"] == 0) or
                not 2 <= picks["minibatch"] <= batch or picks["seed"] < 0)
         config = trmrl.Config(env="points", device="cpu", threads=1, run_dir=str(tmp_path / str(i)),
                               total_steps=2 * batch, **picks)

@@ -23,14 +23,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import gymnasium
-import mujoco
 import mujoco.rollout
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
-from torch import nn
+from torch import distributed as dist, nn
 
 VERSION = 1                                       # of the files we write; others are refused by their number
 
@@ -86,7 +84,8 @@ class Config:
     max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
     value_coef: float = flag(0.5, "weight of the value loss", 0, 1e6)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
-    reward_scale: float = flag(0.1, "rewards times this, for learning only", 1e-9, 1e9)
+    blur: float = flag(0.0, "MetaWorld: in training the object is seen so far off, in m", 0, 10)
+    reward_scale: float = flag(0.1, "rewards times this, for learning only; 0: learned", 0, 1e9)
 
 # 2. Tasks (App. B) ----------------------------------------------------------------------------------------
 
@@ -163,16 +162,12 @@ class MujocoTasks(Tasks):
         after[blown] = before[blown]
         self.state = after
         velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
-        fallen = self.fallen()
-        reward = self.reward(velocity, actions, fallen)
-        return reward, fallen | blown, {"x_velocity": velocity, "blown_up": blown}
+        fallen = after[:, 3] != after[:, 3].clip(*self.healthy_height)    # time, x, y, height: of the ant
+        info = {"x_velocity": velocity, "blown_up": blown}
+        return self.reward(velocity, actions, fallen), fallen | blown, info
 
     def observation(self):
         return self.state[:, 1 + self.skipped_qpos:]
-
-    def fallen(self):
-        low, high = self.healthy_height
-        return (self.state[:, 3] < low) | (self.state[:, 3] > high)       # time, x, y, height: of the ant
 
 class HalfCheetahVel(MujocoTasks):
     """Run at a hidden velocity v*, U[0, 3], out of distribution [3, 4]: r = -|v - v*| - 0.05 sum of a^2."""
@@ -226,6 +221,8 @@ def metaworld_goals(env):
 
 class MetaWorldTasks(Tasks):
     """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
+    # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
+    blur = 0.0             # so --blur shows it off by this (std, m), anew in each episode: if it has no use
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
         self.classes, self.goals, self.held_out = metaworld_goals(env)    # (classes, 50, 7) each
@@ -233,7 +230,7 @@ class MetaWorldTasks(Tasks):
             raise UserError(f"{env} has {len(self.classes)} classes: the number of tasks (of each process) "
                             f"must be a multiple of that, not {num_tasks}")
         self.episode_length = 300 if split == "train" else 500            # MetaWorld's 500; fewer: more tasks
-        self.arms, self.obs = [None] * num_tasks, np.zeros((num_tasks, 39))
+        self.arms, self.obs, self.shift = [None] * num_tasks, *np.zeros((2, num_tasks, 39))
         super().__init__(num_tasks, seed, split, 39, 4)
 
     def sample_tasks(self, rng):
@@ -257,6 +254,7 @@ class MetaWorldTasks(Tasks):
             task = {"rand_vec": goal, "env_cls": make, "partially_observable": True}
             arm.set_task(metaworld.Task(name, pickle.dumps(task)))
             self.obs[i] = arm.reset()[0]
+            self.shift[i, 4:7] = self.shift[i, 22:25] = self.np_random.normal(0.0, self.blur, 3)
 
     def advance(self, actions):
         # One Python environment after the other: several processes (torchrun) make it faster.
@@ -270,7 +268,7 @@ class MetaWorldTasks(Tasks):
         return np.where(blown, 0.0, reward), blown, info
 
     def observation(self):
-        return self.obs
+        return self.obs + self.shift
 
 FAMILIES = {"halfcheetah_vel": HalfCheetahVel, "ant_dir": AntDir}
 ENVS = f"{', '.join(FAMILIES)}, ml1_<task> (ml1_reach, ml1_push, ...), ml45_train"
@@ -369,7 +367,7 @@ class Transformer(nn.Module):
 # 5. The agent: normaliser, memory, policy and value heads. The memory is all that tells RL^2 from TrMRL. ----
 
 class Normalizer(nn.Module):
-    """Running mean and variance of all observations seen, merged batch by batch (Chan et al.)."""
+    """Running mean and variance of all that was seen, merged batch by batch (Chan et al.)."""
 
     def __init__(self, size):
         super().__init__()
@@ -482,6 +480,7 @@ class Agent(nn.Module):
         self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))
         self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))
         self.normalizer = Normalizer(state_size)
+        self.rewards = None if config.reward_scale else Normalizer(1)     # to learn their scale from
         kind = RecurrentMemory if config.agent == "rl2" else EpisodicMemory
         self.memory = kind(config, state_size, width=state_size + A + 2)  # of (s, a, r, eta)
         self.policy = mlp([d, 64, 64, A], output_scale=0.01)
@@ -635,7 +634,6 @@ def gae(reward, value, terminated, gamma, lam):
     - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
     - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
-    With --endless ppo_update adds a value to the reward at ends by the clock, and marks them as terminal.
     """
     advantage, T = torch.zeros_like(reward), reward.shape[1]
     for t in reversed(range(T)):
@@ -669,7 +667,11 @@ def make_optimizer(agent, config):
 def ppo_update(agent, optimizer, trials, config, generator):
     """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
     device, (B, T) = trials.logp.device, trials.logp.shape
-    reward = config.reward_scale * trials.memories[..., -2]               # width: ..., r, eta
+    reward, scale = trials.memories[..., -2], config.reward_scale         # width: ..., r, eta
+    if agent.rewards:                                      # learned: values of about 1, whatever the family
+        agent.rewards.update(reward.reshape(-1, 1))
+        scale = (1 - config.gamma) / (agent.rewards.var + agent.rewards.mean ** 2 + 1e-8).sqrt()
+    reward = scale * reward
     terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
     if config.endless:  # the value of the last step before the memory empties stands for what was cut off
         clock = (trials.start.diff(append=trials.start[:, :1] - 1) != 0) * (1.0 - terminated)
@@ -871,8 +873,10 @@ def check(config):
             raise UserError(f"{name} must be between {low:g} and {high:g}, not {value}")
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
-    if config.endless and config.gamma == 1:
-        raise UserError("--endless needs --gamma below 1: values would grow without end")
+    if (config.endless or config.reward_scale == 0) and config.gamma == 1:
+        raise UserError("--endless and --reward-scale 0 need --gamma below 1: values would grow without end")
+    if config.blur and not config.env.startswith("ml"):
+        raise UserError(f"--blur has no meaning with --env {config.env}")
     if config.agent != "rl2" and config.d_model % config.heads:
         fit = [h for h in range(1, 33) if config.d_model % h == 0]
         raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; these do: {fit}")
@@ -908,6 +912,7 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
     rank, world = processes(config.device)
     envs = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
+    envs.blur = config.blur                                # not that of the tests
     tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
     with contextlib.suppress(ValueError):                  # a split that not every family has
         tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
@@ -999,19 +1004,18 @@ TRANSFORMER = {"memory_length", "layers", "heads", "d_ff", "tfixup", "keep_memor
 RELEASE = dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10, minibatch=256,
                lr=3e-5, value_lr=3e-5, final_lr=0.1, reward_scale=1.0)    # of the paper's authors
 ML1 = dict(total_steps=2_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95, endless=True,
-           episodes_per_trial=1, reward_scale=0.002, eval_tasks=50, final_episodes=2, eval_every=40)
+           episodes_per_trial=1, reward_scale=0.0, eval_tasks=50, final_episodes=2, eval_every=40)
 ML_RELEASE = RELEASE | dict(d_model=32, heads=4, d_ff=128, num_tasks=25, episodes_per_trial=10, minibatch=32,
                             lr=5e-5, value_lr=5e-5, gae_lambda=0.95, init_std=1.0, eval_tasks=50)
 PRESETS = {                                                # per env what differs from Config's defaults
     "halfcheetah_vel": {"default": {},
                         "paper": RELEASE | dict(clip=0.1, value_lr=2.5e-4, separate_value=True)},
     "ant_dir": {"default": dict(gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5, lr=5e-4,
-                                total_steps=2_500_000),
-                "paper": RELEASE | dict(gamma=0.92, init_std=0.5)},
-    "ml1": {"default": ML1, "paper": ML_RELEASE},          # any of its tasks
+                                total_steps=2_500_000), "paper": RELEASE | dict(gamma=0.92, init_std=0.5)},
+    "ml1_reach": {"default": ML1 | dict(blur=0.1), "paper": ML_RELEASE},
+    "ml1": {"default": ML1, "paper": ML_RELEASE},          # any other of its tasks
     "ml45_train": {"default": ML1 | dict(num_tasks=45, eval_tasks=45, eval_every=20),
-                   "paper": ML_RELEASE | dict(num_tasks=45, eval_tasks=45)},
-}
+                   "paper": ML_RELEASE | dict(num_tasks=45, eval_tasks=45)}}
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -1023,7 +1027,7 @@ def parse(argv):
     for name, default in (("env", Config.env), ("agent", Config.agent), ("preset", "default")):
         early.add_argument("--" + name, default=default)
     chosen, _ = early.parse_known_args(argv)
-    presets = PRESETS.get(chosen.env.split("_")[0], PRESETS.get(chosen.env, {"default": {}, "paper": {}}))
+    presets = PRESETS.get(chosen.env, PRESETS.get(chosen.env.split("_")[0], {"default": {}, "paper": {}}))
     if chosen.preset not in presets:
         raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(presets)}")
     preset = {**presets[chosen.preset], **AGENTS.get(chosen.agent, {})}
@@ -1081,9 +1085,8 @@ def main(argv=None):
         if mode == "eval":
             evaluate(typed.pop("eval"), **typed)
         elif mode == "resume":
-            folder = typed.pop("resume")
-            _, agent = load(Path(folder) / "checkpoint.pt", "checkpoint")
-            train(replace(agent.config, **typed), resume=folder)
+            folder = Path(typed.pop("resume"))
+            train(replace(load(folder / "checkpoint.pt", "checkpoint")[1].config, **typed), resume=folder)
         else:
             train(config)
     except (UserError, RunError, OSError, MemoryError, torch.OutOfMemoryError) as error:
