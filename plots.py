@@ -226,7 +226,7 @@ ABLATIONS = {  # folder: figure, title, what tells the curves apart, their names
     "memory": (11, "length of the memory", lambda c: c.memory_length, "N = {}".format,
                "--memory-length 1", "b and c with 5 and 25"),
     "layers": (12, "transformer layers", lambda c: c.layers, "L = {}".format,
-               "--layers 1", "b and c with 4 and 12"),
+               "--layers 1", "b and c with 4 and 12 (those of tfixup do as well)"),
     "heads": (13, "attention heads", lambda c: c.heads, lambda k: plural(k, "head"),
               "--heads 1", "b and c with 4 and 16"),
 }
@@ -234,7 +234,8 @@ ABLATIONS = {  # folder: figure, title, what tells the curves apart, their names
 
 def draw_ablation(which, runs, out):
     number, title, key, name, flags, others = ABLATIONS[which]
-    ours = [run for run in runs if run.ablation == which or run.ablation == "default" and which != "tfixup"]
+    shared = {"tfixup": (), "layers": ("default", "tfixup")}.get(which, ("default",))   # of other ablations
+    ours = [run for run in runs if run.ablation == which or run.ablation in shared and run.config.tfixup]
     looks = {k: dict(zip(("label", "color", "linestyle", "marker"), (name(k), *VARIANTS[i % len(VARIANTS)])))
              for i, k in enumerate(sorted({key(run.config) for run in ours}))}
     if not draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,

@@ -2274,7 +2274,8 @@ def tiny_runs(tmp_path_factory):
     trmrl.train(config)
     for which, change in {"default": {}, "memory": {"memory_length": 2}, "layers": {"layers": 3},
                           "heads": {"heads": 4}, "tfixup": {"tfixup": False}}.items():
-        for name, settings in {"a": {}, "b": change}.items():
+        common = {"layers": 5} if which == "tfixup" else {}
+        for name, settings in {"a": common, "b": common | change}.items():
             folder = root / "ablations" / which / name
             shutil.copytree(run, folder)
             content = json.loads((folder / "config.json").read_text())
@@ -2295,6 +2296,11 @@ def test_bare_plots_draws_every_figure(tiny_runs, tmp_path, capsys):
         assert path.stat().st_size > 10_000 and 600 < width(path) <= 1100, path            # for a README
         assert re.search(rf"{path}: from .*trmrl-seed1|{path}: from .*ablations/", said.out), path
     assert f"refinement.png: from {tiny_runs}/halfcheetah_vel/trmrl-seed1\n" in said.out
+    used = {line.split(":")[0].split("/")[-1]: line for line in said.out.splitlines()}
+    for which, also in {"tfixup": [], "layers": ["default", "tfixup"], "heads": ["default"]}.items():
+        line = used[f"ablation_{which}.png"]
+        assert set(re.findall("ablations/([a-z]+)", line)) == {which, *also}
+        assert ("tfixup/b" in line) == (which == "tfixup")                 # without T-Fixup
 
 
 def test_what_is_missing_comes_with_a_command_that_works(tmp_path, capsys):
