@@ -379,6 +379,8 @@ def test_blur_hides_where_the_object_is_and_changes_nothing_else():
         shifts.append(shift[0, :, 4:7])
     np.testing.assert_allclose(shifts[0], shifts[2], atol=1e-6)           # the seed decides
     assert len(np.unique(np.round([shifts[0], shifts[1]], 6))) == 24      # each episode, task and axis anew
+    again, _ = blurred.reset(options={"reset_mask": np.arange(4) == 2})   # that one alone is seen elsewhere
+    assert ((again[:, 4:7] == y[:, 4:7]).sum(axis=1) == [3, 3, 0, 3]).all()
     assert 0.05 < np.std(shifts) < 0.2
 
 
@@ -492,6 +494,27 @@ def test_an_arm_of_ml45_is_of_its_class_and_meets_its_goal(monkeypatch):
     assert [type(arm) for arm in envs.arms] == [type(arm) for arm in arms[2:] + arms[:2]]
     with pytest.raises(trmrl.UserError, match="multiple"):
         trmrl.make_tasks("ml45_train", 7)
+
+
+def test_several_classes_are_trained_tested_and_evaluated_like_any_family(tmp_path, monkeypatch, capsys):
+    names, goals = ["reach-v3", "push-v3"], np.zeros((2, 50, 7))
+    goals[:, :, 1:] = [0.0, 0.65, 0.02, 0.05, 0.85, 0.1]
+    goals[:, :, 0], goals[:, :, 1] = [[0], [1]], np.linspace(-0.1, 0.1, 50)
+    monkeypatch.setattr(trmrl, "metaworld_goals", lambda env: (names, goals, goals))
+    monkeypatch.setattr(trmrl.MetaWorldTasks, "episode_length", 15, raising=False)
+    monkeypatch.setattr(trmrl.MetaWorldTasks, "__setattr__", lambda self, name, value:
+                        name == "episode_length" or object.__setattr__(self, name, value))
+    small = "--num-tasks 2 --minibatch 15 --epochs 1 --eval-tasks 4 --d-model 16 --d-ff 16 --total-steps 60"
+    assert trmrl.main(["--env", "ml45_train", *small.split(), "--run-dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert {row["task"] for row in csv_rows(tmp_path / "run" / "eval.csv")} == set("0123")
+    assert trmrl.main(["--eval", str(tmp_path / "run"), "--episodes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "on 4 test tasks, episodes of 15 steps" in lines[0] and len(lines) == 5
+    returns = [float(row["return"]) for row in csv_rows(tmp_path / "run" / "eval.csv")
+               if (row["step"], row["episode"]) == ("60", "1")]           # classes in turn
+    for line, name, mine in zip(lines[3:], names, (returns[0::2], returns[1::2])):
+        assert line.split()[0] == name and float(line.split()[1]) == pytest.approx(np.mean(mine), abs=0.06)
 
 
 def test_the_table_has_a_line_per_class():
@@ -919,7 +942,7 @@ def test_an_endless_memory_ends_by_falls_only(settings, endless, monkeypatch):
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_a_learned_reward_scale_makes_rewards_of_any_size_the_same(size, monkeypatch):
-    """Those of an iteration are divided by the root of the mean square of all so far; constants give 1."""
+    """Those of an iteration are divided by the root of the mean square of all so far, times 1 - gamma."""
     agent, given, seen, rng = make_agent(2, 2, reward_scale=0.0, gamma=0.97), [], [], np.random.default_rng(0)
     optimizer, gae = trmrl.make_optimizer(agent, agent.config), trmrl.gae
     monkeypatch.setattr(trmrl, "gae", lambda reward, *rest: seen.append(reward) or gae(reward, *rest))
@@ -1031,7 +1054,8 @@ class OneDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("settings", [{}, {"separate_value": True}, {"tfixup": False}, {"keep_memory": True},
-                                      {"memory_length": 1}, {"agent": "rl2"}], ids=str)
+                                      {"memory_length": 1}, {"agent": "rl2"}, {"reward_scale": 0.0}],
+                         ids=str)
 def test_acting_and_updating_stay_on_one_device(settings, monkeypatch):
     """`meta` tensors stand in for those of a GPU. What would cross over to the CPU unasked fails here."""
     agent = make_agent(3, 2, minibatch=10, epochs=1, **settings).to("meta")
@@ -1066,7 +1090,7 @@ def test_acting_and_updating_stay_on_one_device(settings, monkeypatch):
 
 @pytest.mark.parametrize("kind, updates", [("trmrl", 30), ("rl2", 15)])
 def test_nothing_is_read_from_the_device_inside_the_minibatch_loop(kind, updates, monkeypatch):
-    agent = make_agent(2, 2, agent=kind, minibatch=20, epochs=3)
+    agent = make_agent(2, 2, agent=kind, minibatch=20, epochs=3, reward_scale=0.0)
     trials = trmrl.collect(agent, PointMass(5), 2, True, 0)
     optimizer, loss, reads, calls = trmrl.make_optimizer(agent, agent.config), trmrl.ppo_loss, [], []
     for name in ("item", "cpu", "numpy", "tolist", "__bool__", "__float__", "__int__", "__array__"):
@@ -1710,7 +1734,8 @@ TWO = """if True:  # what each of two processes does
     import test_trmrl, trmrl
     folder, rank = sys.argv[1], os.environ["RANK"]
     collect, gather, update = trmrl.collect, trmrl.gather, trmrl.ppo_update
-    config = trmrl.Config(**test_trmrl.SMALL, env="points", num_tasks=8, minibatch=80, epochs=2)
+    config = trmrl.Config(**test_trmrl.SMALL, env="points", num_tasks=8, minibatch=80, epochs=2,
+                          reward_scale=0.0)
     seen = {}
 
     def spy_collect(*args, tasks=None, **named):

@@ -84,7 +84,7 @@ class Config:
     max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
     value_coef: float = flag(0.5, "weight of the value loss", 0, 1e6)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
-    blur: float = flag(0.0, "MetaWorld: in training the object is seen so far off, in m", 0, 10)
+    blur: float = flag(0.0, "MetaWorld: in training the object is seen off by this (std, m)", 0, 10)
     reward_scale: float = flag(0.1, "rewards times this, for learning only; 0: learned", 0, 1e9)
 
 # 2. Tasks (App. B) ----------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def metaworld_goals(env):
 class MetaWorldTasks(Tasks):
     """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
     # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
-    blur = 0.0             # so --blur shows it off by this (std, m), anew in each episode: if it has no use
+    blur = 0.0  # --blur, in training: seen elsewhere in each episode (std, m); for tasks without a use for it
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
         self.classes, self.goals, self.held_out = metaworld_goals(env)    # (classes, 50, 7) each
@@ -668,7 +668,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
     """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
     device, (B, T) = trials.logp.device, trials.logp.shape
     reward, scale = trials.memories[..., -2], config.reward_scale         # width: ..., r, eta
-    if agent.rewards:                                      # learned: values of about 1, whatever the family
+    if agent.rewards:                                      # learned: steady rewards have values of about 1
         agent.rewards.update(reward.reshape(-1, 1))
         scale = (1 - config.gamma) / (agent.rewards.var + agent.rewards.mean ** 2 + 1e-8).sqrt()
     reward = scale * reward
@@ -874,7 +874,7 @@ def check(config):
     if config.agent not in AGENTS:
         raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
     if (config.endless or config.reward_scale == 0) and config.gamma == 1:
-        raise UserError("--endless and --reward-scale 0 need --gamma below 1: values would grow without end")
+        raise UserError("--endless and --reward-scale 0 need --gamma below 1")
     if config.blur and not config.env.startswith("ml"):
         raise UserError(f"--blur has no meaning with --env {config.env}")
     if config.agent != "rl2" and config.d_model % config.heads:
@@ -912,7 +912,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
     rank, world = processes(config.device)
     envs = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
-    envs.blur = config.blur                                # not that of the tests
+    if config.blur:                                        # the tests have none
+        envs.unwrapped.blur = config.blur
     tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
     with contextlib.suppress(ValueError):                  # a split that not every family has
         tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
