@@ -1160,6 +1160,17 @@ def test_eval_prints_a_table_that_agrees_with_the_run(short_run, tmp_path):
     check_eval(short_run, tmp_path / "rows.csv", "--eval-tasks", 3, tasks=3)
 
 
+def test_eval_can_sample_actions_as_algorithm_1_does(short_run, tmp_path):
+    result = cli("--eval", short_run, "--episodes", 2, "--sample", "--csv", tmp_path / "rows.csv")
+    assert result.returncode == 0 and "200 steps, sampled actions:" in result.stdout.splitlines()[0]
+    returns = [float(row["return"]) for row in csv_rows(tmp_path / "rows.csv")]
+    envs = trmrl.make_tasks("halfcheetah_vel", 2, 0, "test")
+    trials = trmrl.collect(trmrl.load_agent(short_run), envs, 2, True, trmrl.TEST_SEED)
+    assert returns == pytest.approx(trials.reward.reshape(4, 200).sum(axis=1), abs=0.01)
+    mean = trmrl.collect(trmrl.load_agent(short_run), envs, 2, False, trmrl.TEST_SEED)
+    assert np.abs(returns - mean.reward.reshape(4, 200).sum(axis=1)).min() > 0.1
+
+
 def test_the_table_shows_mean_interval_worst_and_best():
     returns = np.array([[-10.0, -1.0], [-30.0, -5.0], [-20.0, -3.0]])
     lines = trmrl.table(returns, np.full((3, 2), np.nan), np.array([[0.5], [1.5], [2.5]])).splitlines()
@@ -1267,6 +1278,8 @@ BAD = [line.split() for line in """
     --d-model 10 --heads 4
     --d-model 15 --heads 3
     --resume /nowhere
+    --sample
+    --shrink-std 0
     --memory 3
     --init-std inf
     --eval /nowhere --seed 3
@@ -1689,6 +1702,18 @@ def test_memory_stays_flat_over_300_iterations(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_the_policys_deviation_shrinks_evenly_beside_what_it_learns(tmp_path):
+    for factor in (1.0, 0.1):
+        config = trmrl.Config(**SMALL, env="points", num_tasks=4, minibatch=40, epochs=1, total_steps=5 * 160,
+                              init_std=0.5, lr=0.0, value_lr=0.0, shrink_std=factor,
+                              run_dir=str(tmp_path / str(factor)))
+        agent = trmrl.train(config, make_points)
+        std = [float(row["std"]) for row in csv_rows(tmp_path / str(factor) / "progress.csv")]
+        assert std == pytest.approx(0.5 * factor ** (np.arange(1, 6) / 5), rel=1e-4)   # before each trial
+        assert agent.log_std.exp().tolist() == pytest.approx([0.5 * factor] * 2, rel=1e-4)
+    assert trmrl.parse(["--shrink-std", "0.5"])[1].shrink_std == 0.5
+
+
 def test_any_config_trains_or_is_refused(tmp_path):
     rng, trained, refused = np.random.default_rng(0), 0, 0
     choices = dict(
@@ -1696,12 +1721,12 @@ def test_any_config_trains_or_is_refused(tmp_path):
         d_model=[12, 16, 2, 12, 3], d_ff=[1, 9, 40], tfixup=[True, False], keep_memory=[True, False],
         separate_value=[True, False], init_std=[0.01, 0.5, 3.0], gamma=[0.9, 0.0, 0.5, 1.0, 1.1],
         endless=[True, False], gae_lambda=[0.0, 0.5, 1.0], clip=[0.05, 0.5], epochs=[1, 3],
-        num_tasks=[1, 3, 8],
+        num_tasks=[1, 3, 8], shrink_std=[1.0, 0.2],
         minibatch=[40, 7, 20, 1, 161], lr=[0.0, 1e-3, 0.5], value_lr=[0.0, 1e-3], final_lr=[0.0, 1.0],
         max_grad_norm=[1e-3, 10.0], value_coef=[0.0, 0.5], entropy_coef=[0.0, 0.1], reward_scale=[1e-3, 0.0],
         episodes_per_trial=[1, 2, 3], eval_every=[1, 5], eval_tasks=[1, 3], eval_episodes=[1, 2],
         final_episodes=[1, 2], checkpoint_every=[0, 1], seed=[0, 5, 2**31 - 1, -1])
-    for i in range(300 if os.environ.get("TRMRL_LONG_TESTS") else 60):
+    for i in range(300 if os.environ.get("TRMRL_LONG_TESTS") else 80):
         picks = {k: v[0] if rng.random() < 0.1 else v[rng.integers(len(v))] for k, v in choices.items()}
         batch = picks["num_tasks"] * picks["episodes_per_trial"] * 20
         transformer = picks["agent"] != "rl2"

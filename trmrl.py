@@ -71,6 +71,7 @@ class Config:
     keep_memory: bool = flag(False, "keep the memory across the episodes of a trial")
     separate_value: bool = flag(False, "value head on the current state instead of the shared memory")
     init_std: float = flag(0.2, "initial standard deviation of the policy", 1e-3, 10)
+    shrink_std: float = flag(1.0, "beside what it learns, it shrinks by this factor to the end", 1e-3, 1)
 
     gamma: float = flag(0.9, "discount", 0, 1)
     gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
@@ -92,8 +93,7 @@ class Config:
 class Tasks(VectorEnv):
     """A family: a VectorEnv whose sub-environments are tasks, a row of `tasks` each.
 
-    One of your own adds sample_tasks, fixed_tasks, begin (a new episode), advance (a step) and observation.
-    """
+    One of your own adds sample_tasks, fixed_tasks, begin (an episode), advance (a step) and observation."""
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
     splits, episode_length = ("train", "test"), 200
 
@@ -289,8 +289,7 @@ def windows(memories, index, start, N, state_size):
     Oldest first: the last memories (s, a, r, eta) of the episode, then the current (s, PAD, PAD, PAD), then
     empty ones, which the causal mask hides, because they come last. PAD is zero. Every transition is stored
     only once: memories (steps, width), task after task; index (M,) the steps; start (M,) the first step that
-    each of these remembers -> slots (M, N, width), current (M,).
-    """
+    each of these remembers -> slots (M, N, width), current (M,)."""
     current = (index - start).clamp(max=N - 1)
     slot = torch.arange(N, device=index.device)
     source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])  # empty: any row will do
@@ -560,8 +559,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length.
 
     Whoever falls begins its next episode at once, so a trial with falls has more and shorter episodes, and no
-    task ever waits. Memory, GAE and statistics only ask where an episode began.
-    """
+    task ever waits. Memory, GAE and statistics only ask where an episode began."""
     device, B, T = agent.log_std.device, envs.num_envs, episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
     agent.reset(B, torch.Generator(device).manual_seed(torch_seed))
@@ -633,8 +631,7 @@ def gae(reward, value, terminated, gamma, lam):
 
     - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
     - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
-    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap.
-    """
+    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap."""
     advantage, T = torch.zeros_like(reward), reward.shape[1]
     for t in reversed(range(T)):
         goes_on = 1.0 - terminated[:, t] if t + 1 < T else torch.zeros_like(reward[:, t])
@@ -712,9 +709,9 @@ def ppo_update(agent, optimizer, trials, config, generator):
 
 TEST_SEED = 2022                                           # of the starting states
 
-def meta_test(agent, envs, episodes):
+def meta_test(agent, envs, episodes, sample=False):
     """Return and success (NaN where a family has none) per task and episode, (num_tasks, episodes) each."""
-    return collect(agent, envs, episodes, sample=False, seed=TEST_SEED).returns(episodes)
+    return collect(agent, envs, episodes, sample, seed=TEST_SEED).returns(episodes)
 
 def bootstrap(values, resamples=2000):
     """95 % percentile bootstrap interval of the mean of `values` (n,)."""
@@ -877,11 +874,10 @@ def check(config):
         raise UserError("--endless and --reward-scale 0 need --gamma below 1")
     if config.blur and not config.env.startswith("ml"):
         raise UserError(f"--blur has no meaning with --env {config.env}")
-    if config.agent != "rl2" and config.d_model % config.heads:
+    if config.agent != "rl2" and (config.d_model % config.heads or config.d_model % 2):
         fit = [h for h in range(1, 33) if config.d_model % h == 0]
-        raise UserError(f"--heads {config.heads} does not divide --d-model {config.d_model}; these do: {fit}")
-    if config.agent != "rl2" and config.d_model % 2:
-        raise UserError(f"--d-model must be even, for pairs of sine and cosine, not {config.d_model}")
+        raise UserError(f"--d-model {config.d_model} must be even (for sine and cosine) and a multiple of "
+                        f"--heads {config.heads}, as it is of {fit}")
     if any(c in config.tag + config.env for c in "/\\\0"):
         raise UserError("--tag and --env name a folder: no slashes there")
 
@@ -964,6 +960,7 @@ def iterate(run, envs, tests, last, batch):
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
     ours, shared = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
                  for rank in (processes()[0], 0))          # of this process, and common to all
+    agent.log_std.data += math.log(config.shrink_std) / last
     tasks = envs.sample_tasks(np.random.default_rng(ours[0]))
     trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
     trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
@@ -1037,6 +1034,7 @@ def parse(argv):
     parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent")
     parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
     parser.add_argument("--episodes", type=int, help="with --eval: episodes per task (default: 6)")
+    parser.add_argument("--sample", action="store_true", help="with --eval: sampled actions, not their mean")
     parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
     parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
     parser.add_argument("--preset", help="default, or paper: sizes and schedule of the paper's release")
@@ -1048,7 +1046,7 @@ def parse(argv):
     typed = vars(parser.parse_args(argv))
     return typed, Config(**preset | {k: v for k, v in typed.items() if hasattr(Config, k)})
 
-def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_tasks=None, csv=None):
+def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_tasks=0, sample=False, csv=None):
     """--eval: meta-test an agent and print the table."""
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
@@ -1057,9 +1055,9 @@ def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_task
     envs = make_tasks(config.env, eval_tasks or config.eval_tasks, TEST_SEED, split)
     if (state_size(config, envs), *envs.single_action_space.shape) != (agent.state_size, len(agent.log_std)):
         raise UserError(f"{path} was trained on another body than {config.env} has")
-    returns, success = meta_test(agent, envs, episodes)
+    returns, success = meta_test(agent, envs, episodes, sample)
     print(f"{config.agent}, {agent.trained_steps:,} steps of {config.env}, on {len(returns)} {split} tasks, "
-          f"episodes of {envs.episode_length} steps:")
+          f"episodes of {envs.episode_length} steps{', sampled actions' * sample}:")
     print(table(returns, success, envs.tasks, getattr(envs, "classes", ())))
     if csv:
         Path(csv).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
@@ -1076,7 +1074,7 @@ def main(argv=None):
     try:
         typed, config = parse(sys.argv[1:] if argv is None else argv)
         mode = "eval" if "eval" in typed else "resume" if "resume" in typed else "env"
-        meant = {"eval": ("eval", "split", "episodes", "csv", "device", "threads", "eval_tasks"),
+        meant = {"eval": ("eval", "split", "episodes", "sample", "csv", "device", "threads", "eval_tasks"),
                  "resume": ("resume", "device", "threads"), "env": ("preset", *asdict(config))}[mode]
         useless = TRANSFORMER if config.agent == "rl2" else set()
         for name in typed.keys() - (set(meant) - useless):  # a flag without a meaning here is a mistake
