@@ -1955,8 +1955,11 @@ def test_the_readme_compares_the_papers_claims_with_these_numbers():
 
 def arm_row(env, kind, name):
     """The row of README.md's table of MetaWorld, from the runs of one env and agent."""
-    runs = []
+    runs, settings = [], []
     for folder in (HERE / "results" / env).glob(f"{kind}-seed*"):
+        config = trmrl.load_agent(folder).config
+        settings.append(replace(config, seed=0))
+        assert settings[0] == settings[-1]                                # or the mean means nothing
         rows, last = csv_rows(folder / "eval.csv"), csv_rows(folder / "progress.csv", without=())[-1]
         tests = [r for r in rows if (r["split"], r["step"]) == ("test", last["step"])]
         runs.append([np.mean([float(r[key]) for r in tests if r["episode"] == k]) for key, k in
@@ -1967,9 +1970,28 @@ def arm_row(env, kind, name):
             f"{steps:.1f} | {minutes:.0f} |")
 
 
-@pytest.mark.parametrize("env, kind, name", [("ml1_reach", "trmrl", "TrMRL")])
-def test_the_readme_tells_what_the_arms_reached(env, kind, name):
-    assert (row := arm_row(env, kind, name)) in (HERE / "README.md").read_text(), row
+@pytest.mark.parametrize("env", ["ml1_reach", "ml45_train"])
+def test_the_readme_tells_what_the_arms_reached(env):
+    assert (row := arm_row(env, "trmrl", "TrMRL")) in (HERE / "README.md").read_text(), row
+
+
+def test_the_readme_tells_what_sampled_actions_reach():
+    files = [csv_rows(HERE / "results" / "ml1_reach" / f"sampled-seed{k}.csv") for k in (1, 2, 3)]
+    success = [f"{100 * np.mean([float(row['success']) for row in rows]):.0f} %" for rows in files]
+    points = np.mean([float(row["return"]) for rows in files for row in rows])
+    assert [len(rows) for rows in files] == [50] * 3
+    text = " ".join((HERE / "README.md").read_text().split())
+    assert f"{success[0]}, {success[1]} and {success[2]}**, {points:,.0f} points" in text
+
+
+def test_the_readme_tells_what_each_class_of_ml45_reached():
+    rows, text = csv_rows(HERE / "results" / "ml45_train" / "classes.csv"), (HERE / "README.md").read_text()
+    names, _, _ = trmrl.metaworld_goals("ml45_train")
+    assert len(rows) == 5 * len(names) == 225
+    for k, name in enumerate(names):
+        mine = [row for row in rows if int(row["task"]) % 45 == k]
+        success, points = (np.mean([float(row[key]) for row in mine]) for key in ("success", "return"))
+        assert f"| {name.removesuffix('-v3')} | {success:.0%} | {points:,.0f} |" in text, name
 
 
 def test_our_ants_go_both_ways_and_rarely_fall():
