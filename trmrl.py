@@ -71,7 +71,7 @@ class Config:
     keep_memory: bool = flag(False, "keep the memory across the episodes of a trial")
     separate_value: bool = flag(False, "value head on the current state instead of the shared memory")
     init_std: float = flag(0.2, "initial standard deviation of the policy", 1e-3, 10)
-    shrink_std: float = flag(1.0, "beside what it learns, it shrinks by this factor to the end", 1e-3, 1)
+    shrink_std: float = flag(1.0, "over the run it is multiplied by this, beside what it learns", 1e-3, 1)
 
     gamma: float = flag(0.9, "discount", 0, 1)
     gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
