@@ -1970,7 +1970,7 @@ def arm_row(env, kind, name):
             f"{steps:.1f} | {minutes:.0f} |")
 
 
-@pytest.mark.parametrize("env", ["ml1_reach", "ml45_train"])
+@pytest.mark.parametrize("env", ["ml1_reach", "ml1_push", "ml45_train"])
 def test_the_readme_tells_what_the_arms_reached(env):
     assert (row := arm_row(env, "trmrl", "TrMRL")) in (HERE / "README.md").read_text(), row
 
