@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
@@ -563,21 +564,26 @@ def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
 
 # ---- how fast --------------------------------------------------------------------------------------------
 
-def rates(works, seconds=1.0, rounds=4):
-    """{name: (work, steps)} -> {name: environment steps per second}: the best of some rounds, in turn."""
-    best = dict.fromkeys(works, 0.0)
-    for _ in range(rounds):                                # others may use the machine now and then
+def rates(works, seconds=1.0, rounds=4, deadline=75.0):
+    """{name: (work, steps)} -> {name: environment steps per second in each round}; late: fewer rounds.
+
+    All in turn, round by round: whoever else uses the machine now and then slows all of a round."""
+    speeds, began = {name: [] for name in works}, time.perf_counter()
+    for work, _ in works.values():
+        work()                                             # to warm up
+    for _ in range(rounds):
         for name, (work, steps) in works.items():
-            work()                                         # to warm up
-            calls, began = 0, time.perf_counter()
-            while time.perf_counter() - began < seconds:
+            calls, start = 0, time.perf_counter()
+            while (now := time.perf_counter()) - start < seconds:
                 work()
                 calls += 1
-            best[name] = max(best[name], calls * steps / (time.perf_counter() - began))
-    return best
+            speeds[name].append(calls * steps / (now - start))
+        if time.perf_counter() - began > deadline:
+            break
+    return {name: np.array(each) for name, each in speeds.items()}
 
 
-def raw_physics(envs, calls=50):
+def raw_physics(envs, calls=200):
     """MuJoCo alone: the same batch and threads, random actions, one native call per environment step."""
     envs.reset(seed=0)
     rng, start = np.random.default_rng(0), envs.state.copy()
@@ -594,14 +600,17 @@ def raw_physics(envs, calls=50):
     return work, calls * len(start)
 
 
-def stepping(envs, calls=50):
-    """A VectorEnv under random actions."""
+def stepping(envs, calls=200):
+    """A VectorEnv under random actions; whoever is done starts anew."""
     rng, shape = np.random.default_rng(0), envs.action_space.shape
+    by_hand = envs.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.DISABLED
 
     def work():
         envs.reset(seed=0)
         for _ in range(calls):
-            envs.step(rng.uniform(-1, 1, shape).astype(np.float32))
+            _, _, terminated, truncated, _ = envs.step(rng.uniform(-1, 1, shape).astype(np.float32))
+            if by_hand and (done := terminated | truncated).any():
+                envs.reset(options={"reset_mask": done})
 
     return work, calls * shape[0]
 
@@ -650,40 +659,41 @@ def preset(env, device, **changes):
 
 
 def measure(env, device, threads=None):
-    """[(what, value, unit)] of the default preset on this machine."""
+    """[(what, value, unit)] of the default preset: medians of the rounds, and of the ratios within each."""
     import resource                                        # not on Windows
+    cores = preset(env, device, threads=0)[1]              # the same tasks, by all cores
+    everything = torch.get_num_threads()
     config, envs, agent = preset(env, device, **({} if threads is None else {"threads": threads}))
+    wide = f", {plural(everything, 'thread')}" if everything > torch.get_num_threads() else ""
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]
     sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * config.num_tasks)
-    trials = trmrl.collect(agent, envs, config.episodes_per_trial, True, 0)
-    optimizer, generator = trmrl.make_optimizer(agent, config), torch.Generator(config.device)
-    batch = config.num_tasks * config.episodes_per_trial * envs.episode_length
+    learner, generator = copy.deepcopy(agent), torch.Generator(config.device)
+    optimizer, episodes = trmrl.make_optimizer(learner, config), config.episodes_per_trial
+    batch = config.num_tasks * episodes * envs.episode_length
+
+    def collect(agent):
+        return trmrl.collect(agent, envs, episodes, True, 0)
+
+    def update(trials):
+        trmrl.ppo_update(learner, optimizer, trials, config, generator)
+
     speeds = rates({
         "raw physics": raw_physics(envs), "SyncVectorEnv": stepping(sync), "our tasks": stepping(envs),
-        "collecting": (lambda: trmrl.collect(agent, envs, config.episodes_per_trial, True, 0), batch),
-        "bare network": bare_network(agent, config),
-        "our update": (lambda: trmrl.ppo_update(agent, optimizer, trials, config, generator), batch)})
-    wide, all_cores = [], preset(env, device, threads=0)[1]               # the same tasks, by all cores
-    if torch.get_num_threads() > config.threads:
-        cores = plural(torch.get_num_threads(), "thread")
-        limit, ours = rates({"raw": raw_physics(all_cores), "ours": stepping(all_cores)}).values()
-        wide = [(f"raw physics, {cores}", limit, "steps/s"), (f"our tasks, {cores}", ours, "steps/s"),
-                (f"our tasks / raw physics, {cores}", ours / limit, ""),
-                (f"our tasks / SyncVectorEnv, {cores}", ours / speeds["SyncVectorEnv"], "")]
-    trmrl.set_threads(config.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        trmrl.train(replace(config, total_steps=5 * batch, eval_every=100, final_episodes=1,
-                            run_dir=f"{folder}/run"))
-        with open(f"{folder}/run/progress.csv") as f:
-            speeds["end to end"] = max(float(r["steps_per_second"]) for r in csv.DictReader(f))
+        "collecting": (lambda: collect(agent), batch), "bare network": bare_network(agent, config),
+        "our update": (partial(update, collect(agent)), batch),
+        "end to end": (lambda: update(collect(learner)), batch),
+        **({f"raw physics{wide}": raw_physics(cores), f"our tasks{wide}": stepping(cores)} if wide else {})})
+    ratios = {}
+    for how in dict.fromkeys([wide, ""]):
+        ratios |= {f"our tasks / {what}{how}": speeds[f"our tasks{how}"] / speeds[limit] for what, limit in (
+            ("raw physics", f"raw physics{how}"), ("SyncVectorEnv", "SyncVectorEnv"))}
+    series = 1 / (1 / speeds["raw physics"] + 1 / speeds["bare network"])
+    ratios |= {"end to end / (raw physics and bare network in series)": speeds["end to end"] / series,
+               "end to end / 1,235 steps/s of an MLP PPO": speeds["end to end"] / 1235}
     whole, imported = first_iteration(config)
-    physics, theirs, ours, _, network, _, end_to_end = speeds.values()
     kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
-    return [*((what, value, "steps/s") for what, value in speeds.items()), *wide,
-            ("our tasks / raw physics", ours / physics, ""), ("our tasks / SyncVectorEnv", ours / theirs, ""),
-            ("end to end / (raw physics and bare network in series)",
-             end_to_end * (1 / physics + 1 / network), ""),
-            ("end to end / 1,235 steps/s of an MLP PPO", end_to_end / 1235, ""),
+    return [*((what, float(np.median(each)), "steps/s") for what, each in speeds.items()),
+            *((what, float(np.median(each)), "") for what, each in ratios.items()),
             ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kilo, "MB"),
             ("import trmrl, beyond its libraries", imported, "s"),
             ("first iteration, with start and meta-test", whole, "s")]

@@ -627,8 +627,12 @@ def test_one_query_without_keys_and_values_equals_the_plain_path(layers, heads, 
         p.data += (0.3 if name.endswith("bias") else 0.05) * torch.randn_like(p)
     e, current = torch.randn(50, N, 32), torch.randint(N, (50,))
     plain = refinements(net, e)[0][-1][torch.arange(50), current]
+    slopes = torch.autograd.grad(plain.square().mean(), list(net.parameters()))
     net.layers[-1].k.forward = net.layers[-1].v.forward = None            # neither is asked for
-    torch.testing.assert_close(net(e, current), plain, rtol=1e-5, atol=1e-5)
+    fast = net(e, current)
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(fast.square().mean(), list(net.parameters())), slopes):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_post_ln_encoder_equals_pytorchs():
@@ -1040,6 +1044,17 @@ def test_it_learns_to_learn(kind, steps, at_least, settings, tmp_path):
     assert returns.mean() > at_least
 
 
+def test_a_batch_takes_memory_by_tasks_and_steps_but_not_by_the_memory_length():
+    def size(tasks, episodes, N):
+        trials = trmrl.collect(make_agent(2, 2, memory_length=N), PointMass(tasks), episodes, True, 0)
+        kept = [x for x in vars(trials).values() if not isinstance(x, dict)]
+        assert [x.shape[:2] for x in kept] == [(tasks, 20 * episodes)] * len(kept)
+        return sum(x.untyped_storage().nbytes() if torch.is_tensor(x) else x.nbytes for x in kept)
+
+    one = size(4, 2, 1)
+    assert size(4, 2, 50) == one and size(8, 2, 5) == size(4, 4, 5) == 2 * one
+
+
 # ---- GPU, by construction --------------------------------------------------------------------------------
 
 class OneDevice(TorchDispatchMode):
@@ -1054,7 +1069,8 @@ class OneDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("settings", [{}, {"separate_value": True}, {"tfixup": False}, {"keep_memory": True},
-                                      {"memory_length": 1}, {"agent": "rl2"}, {"reward_scale": 0.0}],
+                                      {"memory_length": 1}, {"agent": "rl2"}, {"reward_scale": 0.0},
+                                      {"endless": True}],
                          ids=str)
 def test_acting_and_updating_stay_on_one_device(settings, monkeypatch):
     """`meta` tensors stand in for those of a GPU. What would cross over to the CPU unasked fails here."""
@@ -1089,7 +1105,7 @@ def test_acting_and_updating_stay_on_one_device(settings, monkeypatch):
 
 
 @pytest.mark.parametrize("kind, updates", [("trmrl", 30), ("rl2", 15)])
-def test_nothing_is_read_from_the_device_inside_the_minibatch_loop(kind, updates, monkeypatch):
+def test_nothing_is_read_from_the_device_inside_the_minibatch_loop(kind, updates, monkeypatch, capsys):
     agent = make_agent(2, 2, agent=kind, minibatch=20, epochs=3, reward_scale=0.0)
     trials = trmrl.collect(agent, PointMass(5), 2, True, 0)
     optimizer, loss, reads, calls = trmrl.make_optimizer(agent, agent.config), trmrl.ppo_loss, [], []
@@ -1099,6 +1115,7 @@ def test_nothing_is_read_from_the_device_inside_the_minibatch_loop(kind, updates
     monkeypatch.setattr(trmrl, "ppo_loss", lambda *a: calls.append(len(reads)) or loss(*a))
     trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator())
     assert len(calls) == updates and calls[-1] == calls[0] and reads[calls[-1]:] == ["tolist"]
+    assert capsys.readouterr() == ("", "")                                # nor is anything printed
 
 
 # ---- the command line ------------------------------------------------------------------------------------
@@ -1207,6 +1224,13 @@ def test_an_agent_in_four_lines(short_run):
     final = [float(r["return"]) for r in rows if r["step"] == "2400" and r["split"] == "test"]
     np.testing.assert_allclose(returns[:, 0], final, atol=0.01)
     assert np.array_equal(trmrl.load_agent(short_run / "agent.pt").log_std, agent.log_std)
+
+
+def test_two_runs_on_two_threads_are_the_same(tmp_path):
+    for name in ("one", "again"):
+        assert cli(*TINY, "--threads", 2, "--total-steps", 1200, "--run-dir", tmp_path / name).returncode == 0
+    for name in ("progress.csv", "eval.csv"):
+        assert (rows := csv_rows(tmp_path / "one" / name)) and rows == csv_rows(tmp_path / "again" / name)
 
 
 def test_a_run_from_python_is_the_one_from_the_shell(short_run, tmp_path):
@@ -1350,10 +1374,14 @@ def test_every_preset_can_be_started():
 
 def test_import_does_nothing():
     code = """if True:
-        import sys, time, gymnasium, mujoco.rollout, numpy, torch
-        began, threads = time.time(), torch.get_num_threads()
+        import os, random, signal, sys, time, gymnasium, mujoco, numpy, torch
+        def world():
+            return str((torch.get_num_threads(), torch.get_rng_state().tolist(), numpy.random.get_state(),
+                        random.getstate(), torch.get_default_dtype(), numpy.geterr(), dict(os.environ),
+                        [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], os.listdir()))
+        before, began = world(), time.time()
         import trmrl
-        assert time.time() - began < 1 and torch.get_num_threads() == threads
+        assert time.time() - began < 1 and world() == before
         assert "metaworld" not in sys.modules
     """
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
@@ -1944,11 +1972,16 @@ def test_the_readme_compares_the_papers_claims_with_these_numbers():
     text = (HERE / "README.md").read_text()
     ours, theirs, told = (mean("halfcheetah_vel", kind, -50) for kind in ("trmrl", "rl2", "oracle"))
     ant = mean("ant_dir", "trmrl", 300)
+    minutes = sorted(measured(folder, -50)["minutes"]
+                     for folder in (HERE / "results" / "halfcheetah_vel").glob("trmrl-seed*"))
+    first, median, last = (f"{x:.1f}" for x in minutes)
+    assert len(minutes) == 3 and minutes[1] < 6.0                         # one core each
     closes = f"{100 * (ours.first + 150) / (told.first + 150):.0f} %"
     for claim in (f"HalfCheetahVel: {ours.first:.1f} and {ours.sixth:.1f} |",
                   f"return {ant.first:.0f}, standing", f"TrMRL closes {closes} of the distance",
                   f"-50 after {ours.steps:.2f} M steps, RL^2 after {theirs.steps:.2f} M",
                   f"in the end {ours.first:.1f}, RL^2 {theirs.first:.1f} |",
+                  f"-50 after {first}, {median} and {last} minutes",
                   f"{ours.ood:.0f}, RL^2 {theirs.ood:.0f}, oracle {told.ood:.0f} |"):
         assert claim in text, claim
 
@@ -1992,6 +2025,46 @@ def test_the_readme_tells_what_each_class_of_ml45_reached():
         mine = [row for row in rows if int(row["task"]) % 45 == k]
         success, points = (np.mean([float(row[key]) for row in mine]) for key in ("success", "return"))
         assert f"| {name.removesuffix('-v3')} | {success:.0%} | {points:,.0f} |" in text, name
+
+
+ABLATIONS = {"L = 1, N = 5, 4 heads": "default/{}default", "N = 1": "memory/{}n1", "N = 25": "memory/{}n25",
+             "L = 2": "tfixup/{}on-l2", "L = 4": "layers/{}l4", "L = 12": "tfixup/{}on-l12",
+             "1 head": "heads/{}h1", "16 heads": "heads/{}h16", "L = 2, no T-Fixup": "tfixup/{}off-l2",
+             "L = 12, no T-Fixup": "tfixup/{}off-l12"}
+
+
+def ablation_row(name):
+    """The row of README.md's table of ablations: the last tests of HalfCheetahVel's runs, and of Reach's."""
+    def last(run, key):
+        rows = csv_rows(run / "eval.csv")
+        final = [r for r in rows if (r["split"], r["step"]) == ("test", rows[-1]["step"])]
+        return np.mean([float(r[key]) for r in final])
+
+    runs, arms = ([*(HERE / "results" / "ablations").glob(f"{ABLATIONS[name].format(prefix)}-seed*")]
+                  for prefix in ("", "reach-"))
+    seeds = [last(run, "return") for run in runs]
+    cheetah = f"{np.mean(seeds):.0f} ({min(seeds):.0f}, {max(seeds):.0f}) | {len(seeds)}" if runs else "- | 0"
+    reach = f"{last(arms[0], 'success'):.0%} | {last(arms[0], 'return'):,.0f}" if arms else "- | -"
+    return f"| {name} | {cheetah} | {reach} |"
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_the_readme_tells_what_the_ablations_measured(name):
+    assert (row := ablation_row(name)) in (HERE / "README.md").read_text(), row
+
+
+def test_the_readmes_loop_makes_the_ablations_of_results():
+    [loop] = re.findall(r"```bash\n(.*?)```", (HERE / "README.md").read_text(), flags=re.DOTALL)
+    said = subprocess.run(["bash", "-c", 'python() { echo "$@"; }\n' + loop], capture_output=True, text=True)
+    made = {config.run_dir: config for config in (trmrl.parse(line.split()[1:])[1]
+                                                  for line in said.stdout.splitlines())}
+    there = sorted((HERE / "results" / "ablations").glob("*/*"))
+    assert len(made) == 40 and len(there) >= 17
+    for run in there:
+        assert str(run.relative_to(HERE)) in made, run
+        config, names = json.loads((run / "config.json").read_text()), asdict(trmrl.Config())
+        wanted = asdict(made[str(run.relative_to(HERE))]) | dict(device="cpu", run_dir=config["run_dir"])
+        assert {name: config.get(name, names[name]) for name in names} == wanted, run
 
 
 def test_our_ants_go_both_ways_and_rarely_fall():
@@ -2509,13 +2582,50 @@ def test_two_epochs_are_timed_and_stand_for_all(monkeypatch):
     assert epochs == [2, 2, 2]
 
 
-def test_speeds_are_the_best_of_rounds_in_turn(monkeypatch):
-    clock, calls = itertools.count(), []
-    monkeypatch.setattr(plots.time, "perf_counter", lambda: 0.4 * next(clock))
-    works = {"a": (lambda: calls.append("a"), 12), "b": (lambda: calls.append("b"), 24)}
-    found = plots.rates(works, seconds=1.0, rounds=2)
-    assert calls == 2 * (3 * ["a"] + 3 * ["b"])            # one of the three to warm up
-    assert found == pytest.approx({"a": 2 * 12 / 1.6, "b": 2 * 24 / 1.6})
+def test_speeds_are_measured_round_by_round_until_it_is_late(monkeypatch):
+    calls, works = [], {"a": (lambda: calls.append("a"), 12), "b": (lambda: calls.append("b"), 24)}
+    for deadline, rounds in ((99.0, 3), (5.0, 2)):
+        clock = itertools.count()
+        monkeypatch.setattr(plots.time, "perf_counter", lambda: 0.4 * next(clock))
+        calls.clear()
+        found = plots.rates(works, seconds=1.0, rounds=3, deadline=deadline)
+        assert calls == ["a", "b"] + rounds * ["a", "a", "b", "b"]        # the first two to warm up
+        assert found["a"] == pytest.approx([2 * 12 / 1.2] * rounds)
+        assert found["b"] == pytest.approx([2 * 24 / 1.2] * rounds)
+
+
+def test_the_benchmark_divides_within_rounds(monkeypatch):
+    tiny, steps = dict(num_tasks=2, episodes_per_trial=1, minibatch=100, epochs=2), {}
+    speeds = {"raw physics": [40.0, 10.0, 20.0], "SyncVectorEnv": [10.0, 5.0, 4.0],
+              "our tasks": [36.0, 9.0, 14.0], "collecting": [1.0] * 3,
+              "bare network": [40.0, 10.0, 80.0], "our update": [2.0] * 3,
+              "end to end": [10.0, 4.0, 12.0], "raw physics, 2 threads": [80.0, 40.0, 40.0],
+              "our tasks, 2 threads": [40.0, 20.0, 30.0]}
+
+    def rates(works):
+        for name, (work, count) in works.items():
+            work()                                                        # each of them runs
+            steps[name] = count
+        return {name: np.array(each) for name, each in speeds.items()}
+
+    monkeypatch.setattr(trmrl, "PRESETS", {"halfcheetah_vel": {"default": tiny}})
+    monkeypatch.setattr(plots, "rates", rates)
+    monkeypatch.setattr(plots, "first_iteration", lambda config: (6.0, 0.1))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    before = torch.get_num_threads()
+    rows = plots.measure("halfcheetah_vel", "cpu")
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+    assert steps == {**dict.fromkeys(speeds, 400), "bare network": 10 * 100 / 2}
+    found = {what: value for what, value, _ in rows}
+    assert found["raw physics"] == 20.0 and found["our tasks"] == 14.0    # medians
+    assert found["our tasks / raw physics"] == 0.9 and found["our tasks / SyncVectorEnv"] == 3.5
+    assert found["our tasks / raw physics, 2 threads"] == 0.5
+    assert found["our tasks / SyncVectorEnv, 2 threads"] == 4.0
+    assert found["end to end / (raw physics and bare network in series)"] == pytest.approx(0.75)
+    assert found["end to end / 1,235 steps/s of an MLP PPO"] == 10.0 / 1235
+    committed = [row["what"] for row in csv_rows(HERE / "results" / "benchmark.csv")]
+    assert list(found) == committed and 100 < found["peak memory"] < 1e5
 
 
 def test_the_benchmark_measures_with_the_threads_asked_for(tmp_path, monkeypatch):

@@ -294,7 +294,7 @@ def windows(memories, index, start, N, state_size):
     slot = torch.arange(N, device=index.device)
     source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])  # empty: any row will do
     x = memories[source]
-    x[..., state_size:] *= (slot < current[:, None])[..., None]                        # PAD: not known yet
+    x[..., state_size:].mul_((slot < current[:, None])[..., None])                     # PAD: not known yet
     return x, current
 
 # 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) -------------------------------------------
@@ -435,8 +435,8 @@ class EpisodicMemory(nn.Module):
 
     def recall(self, memories, start, index):
         """For learning: what `read` gave at these steps of a batch; memories (B, T, width), start (B, T)."""
-        B, T, width = memories.shape
-        first = (start + T * torch.arange(B, device=start.device)[:, None]).flatten()[index]
+        _, T, width = memories.shape
+        first = start.flatten()[index] + index // T * T                   # counted within all B * T steps
         return self.remember(*windows(memories.view(-1, width), index, first, self.config.memory_length,
                                       self.state_size))
 
@@ -649,11 +649,11 @@ def ppo_loss(agent, e, state, action, logp_old, advantage, target, config):
     ratio = log_ratio.exp()                                               # (M,)
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-    value_loss = (value - target).square().mean()
-    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * agent.entropy()
+    value_loss, entropy = (value - target).square().mean(), agent.entropy()
+    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     with torch.no_grad():
         approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
-    return loss, (policy_loss, value_loss, agent.entropy(), approx_kl, clip_fraction)
+    return loss, (policy_loss, value_loss, entropy, approx_kl, clip_fraction)
 
 def make_optimizer(agent, config):
     rest = [p for name, p in agent.named_parameters() if not name.startswith("value.")]
@@ -697,7 +697,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
             norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             skip = (~torch.isfinite(norm + log[-1])).float()
             optimizer.found_inf = skip                                    # fused Adam then changes nothing,
-            if device.type != "mps" or not skip:                          # but on mps it does not look at it
+            if device.type != "mps" or not skip:                          # but on mps it does not look: we do
                 optimizer.step()
             totals += torch.cat([log[:-1], norm[None], skip[None]]).nan_to_num(0.0, 0.0, 0.0)
             count += 1
