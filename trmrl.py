@@ -697,7 +697,7 @@ def ppo_update(agent, optimizer, trials, config, generator):
             norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
             skip = (~torch.isfinite(norm + log[-1])).float()
             optimizer.found_inf = skip                                    # fused Adam then changes nothing,
-            if device.type != "mps" or not skip:                          # but on mps it does not look: we do
+            if device.type != "mps" or not skip:                          # but on mps it does not look at it
                 optimizer.step()
             totals += torch.cat([log[:-1], norm[None], skip[None]]).nan_to_num(0.0, 0.0, 0.0)
             count += 1
