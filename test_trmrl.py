@@ -127,7 +127,7 @@ def cli(*args):
 
 @pytest.fixture(autouse=True)
 def signals_and_threads_of_pytest():
-    """trmrl.main takes SIGINT and SIGTERM over; here they end the tests. And it sets the number of threads."""
+    """trmrl.main takes SIGINT and SIGTERM over, which here end the tests, and it sets the threads."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()
     yield
