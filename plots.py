@@ -670,8 +670,11 @@ def measure(env, device, threads=None):
     learners = [copy.deepcopy(agent) for _ in range(2)]
     optimizers = [trmrl.make_optimizer(learner, config) for learner in learners]
 
-    def collect(agent):
-        return trmrl.collect(agent, envs, episodes, True, 0)
+    def collect(agent):                                    # as `trmrl.iterate` does
+        torch.set_num_threads(1)
+        trials = trmrl.collect(agent, envs, episodes, True, 0)
+        trmrl.set_threads(config.threads)
+        return trials
 
     def update(i, trials):
         trmrl.ppo_update(learners[i], optimizers[i], trials, config, generator)

@@ -1243,6 +1243,18 @@ def test_two_threads_give_the_same_result_twice():
     assert torch.equal(*weights)
 
 
+def test_threads_serve_the_physics_and_the_update_and_leave_the_policy_one(tmp_path, monkeypatch):
+    counts = {}
+    for name in ("collect", "ppo_update"):
+        def counted(*args, name=name, whole=getattr(trmrl, name), **options):
+            counts.setdefault(name, torch.get_num_threads())              # the first: of training
+            counts.setdefault("physics", len(getattr(args[1], "datas", [])))
+            return whole(*args, **options)
+        monkeypatch.setattr(trmrl, name, counted)
+    assert trmrl.main([*TINY, "--threads", "2", "--total-steps", "1", "--run-dir", str(tmp_path / "run")]) == 0
+    assert counts == {"collect": 1, "physics": 2, "ppo_update": 2}
+
+
 def test_a_run_from_python_is_the_one_from_the_shell(short_run, tmp_path):
     settings = [*TINY, "--total-steps", 2400, "--eval-every", 2, "--run-dir", tmp_path / "run"]
     assert cli(*settings).returncode == 0

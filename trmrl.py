@@ -331,11 +331,12 @@ class Layer(nn.Module):
         now = e[torch.arange(M, device=e.device), current]
         q = self.q(now).view(M, self.heads, -1)
         w_k, w_v = (x.weight.view(self.heads, -1, d) for x in (self.k, self.v))   # (heads, d / heads, d)
-        asked = torch.einsum("mhi,hid->mhd", q, w_k)                      # q . (W_k e_n) = (W_k^T q) . e_n
+        asked = (q.transpose(0, 1) @ w_k).transpose(0, 1)                 # q . (W_k e_n) = (W_k^T q) . e_n
         scores = asked @ e.transpose(1, 2) / math.sqrt(d // self.heads)   # (M, heads, N)
         hidden = torch.arange(N, device=e.device) > current[:, None, None]
         alpha = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        mu = torch.einsum("mhd,hid->mhi", alpha @ e, w_v).reshape(M, d) + self.v.bias   # sum over n, then W_v
+        mu = (alpha @ e).transpose(0, 1) @ w_v.transpose(1, 2)            # sum over n, then W_v
+        mu = mu.transpose(0, 1).reshape(M, d) + self.v.bias
         return self.refine(now, mu)
 
     def refine(self, e, mu):
@@ -513,7 +514,7 @@ class Agent(nn.Module):
         row = (np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated))
         self.pending = np.concatenate(list(row), axis=1)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, obs, sample):
         """As `act`, but all that it finds, on the device: action, its mean, memory e^L, normalised state."""
         obs, A = np.asarray(obs, dtype=np.float32), len(self.log_std)
@@ -962,7 +963,9 @@ def iterate(run, envs, tests, last, batch):
                  for rank in (processes()[0], 0))          # of this process, and common to all
     agent.log_std.data += math.log(config.shrink_std) / last
     tasks = envs.sample_tasks(np.random.default_rng(ours[0]))
+    torch.set_num_threads(1)                               # of the policy: more would slow the physics
     trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
+    set_threads(config.threads)
     trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
