@@ -594,7 +594,7 @@ def raw_physics(envs, calls=200):
         for _ in range(calls):
             controls = np.repeat(rng.uniform(-1, 1, (len(state), 1, envs.model.nu)), envs.frame_skip, axis=1)
             envs.pool.rollout(envs.models, envs.datas, state, controls, nstep=envs.frame_skip,
-                              skip_checks=True, state=path)
+                              skip_checks=True, state=path, chunk_size=envs.chunk)
             state[:] = path[:, -1]
 
     return work, calls * len(start)

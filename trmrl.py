@@ -138,6 +138,7 @@ class MujocoTasks(Tasks):
         self.models = [self.model] * num_tasks
         self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        self.chunk = math.ceil(num_tasks / (2 * threads))                 # of tasks in one piece: 1 is slower
         self.dt = self.model.opt.timestep * self.frame_skip
         nq, nv = self.model.nq, self.model.nv
         self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
@@ -154,7 +155,7 @@ class MujocoTasks(Tasks):
         controls = np.repeat(actions[:, None], self.frame_skip, axis=1)   # (num_envs, frame_skip, nu)
         before = self.state
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
-                          state=self.path)
+                          state=self.path, chunk_size=self.chunk)
         after = self.path[:, -1].copy()
         # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know.
         # Its episode ends, as a terminal, in the last sound state.
@@ -336,8 +337,7 @@ class Layer(nn.Module):
         hidden = torch.arange(N, device=e.device) > current[:, None, None]
         alpha = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         mu = (alpha @ e).transpose(0, 1) @ w_v.transpose(1, 2)            # sum over n, then W_v
-        mu = mu.transpose(0, 1).reshape(M, d) + self.v.bias
-        return self.refine(now, mu)
+        return self.refine(now, mu.transpose(0, 1).reshape(M, d) + self.v.bias)
 
     def refine(self, e, mu):
         e = self.norm1(e + self.out(mu))                                  # out: W_o of Eq. 1
