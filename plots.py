@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import itertools
 import json
 import os
 import subprocess
@@ -60,6 +61,16 @@ class Found(NamedTuple):
         return max((r["step"] for r in self.rows), default=0) >= self.config.total_steps
 
 
+def whole(rows):
+    """Whether all meta-tests of an eval.csv have the same tasks, and each of them all its episodes."""
+    tests = defaultdict(set)
+    for r in rows:
+        tests[r["step"], r["split"]].add((r["task"], r["episode"]))
+    tasks = len({r["task"] for r in rows})
+    return all(cells == set(itertools.product(range(tasks), range(1, 1 + max(k for _, k in cells))))
+               for cells in tests.values())
+
+
 def find_runs(folders):
     """All runs below these folders; damaged ones are named and skipped."""
     runs, names = [], set(trmrl.Config.__dataclass_fields__)
@@ -72,7 +83,11 @@ def find_runs(folders):
                 rows = [{**{k: int(r[k]) for k in ("step", "task", "episode")}, "split": r["split"],
                          "return": float(r["return"]), "success": float(r["success"].strip() or "nan")}
                         for r in csv.DictReader(f)]
+            if not whole(rows):
+                raise ValueError("eval.csv lacks rows")
             runs.append(Found(path, config, rows))
+        except FileNotFoundError as error:
+            print(f"skipped {path}: it has no {Path(error.filename).name}", file=sys.stderr)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
             print(f"skipped {path}: damaged ({error!r})", file=sys.stderr)
     return runs
@@ -131,10 +146,13 @@ def plural(n, what):
 
 def meta_training(ax, curves, env, value="return", looks=AGENTS):
     """Fig. 4, 10 to 13: test performance against steps; {key of looks: [(steps, values) per seed]}."""
+    lowest, highest = np.inf, -np.inf
     for i, (key, seeds) in enumerate(curves.items()):
         steps, mean, low, high = over_seeds(seeds)
         look = looks[key] | {"label": f"{looks[key]['label']} ({plural(len(seeds), 'seed')})"}
-        ax.plot(steps / 1e6, mean, linewidth=2, markersize=5, markevery=(i, max(1, len(steps) // 8)), **look)
+        every = max(1, len(steps) // 8)
+        ax.plot(steps / 1e6, mean, linewidth=2, markersize=5, markevery=(i % every, every), **look)
+        lowest, highest = min(lowest, mean[-1]), max(highest, mean.max())
         if len(seeds) > 1:
             ax.fill_between(steps / 1e6, low, high, color=look["color"], alpha=0.2, linewidth=0)
     known = {"halfcheetah_vel": (-150, "without adapting"), "ant_dir": (200, "standing still")}
@@ -142,6 +160,10 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
         ax.axhline(known[env][0], color="black", linewidth=1, linestyle=(0, (1, 3)), label=known[env][1])
     label_axes(ax, env, value, "environment steps (millions)", "first episode")
     ax.set_xlim(left=0)
+    if env == "halfcheetah_vel" and np.isfinite(lowest):   # what matters is far above the first steps
+        ax.set_ylim(bottom=max(ax.get_ylim()[0], min(lowest - 15, -185)))
+    if value == "success":
+        ax.set_ylim(top=min(1.03, 1.2 * highest + 0.05))
 
 
 def adaptation(ax, tests, env, value="return", looks=AGENTS):
@@ -152,7 +174,8 @@ def adaptation(ax, tests, env, value="return", looks=AGENTS):
         episodes = np.arange(1, len(mean) + 1) + 0.08 * (i - (len(tests) - 1) / 2)
         look = looks[key] | {"label": f"{looks[key]['label']} ({plural(len(seeds), 'seed')})"}
         ax.errorbar(episodes, mean, yerr=np.abs(ends - mean), capsize=3, **look)
-    label_axes(ax, env, value, f"episode ({len(tasks)} tasks)", "mean and 95 % interval")
+    who = f"2 tasks, {len(tasks) // 2} starts each" if env == "ant_dir" else f"{len(tasks)} tasks"
+    label_axes(ax, env, value, f"episode ({who})", "mean and 95 % interval")
     ax.set_xticks(np.arange(1, len(mean) + 1))
     ax.margins(y=0.25)
 
@@ -220,29 +243,31 @@ def draw_adaptation(name, split, title, runs, out):
                 "python trmrl.py --env halfcheetah_vel")
 
 
-ABLATIONS = {  # folder: figure, title, what tells the curves apart, their names, how to make them
+ABLATIONS = {  # folder: figure, title, what tells curves apart, which are wanted, names, how to make one
     "tfixup": (10, "T-Fixup on and off", lambda c: (c.layers, not c.tfixup),
-               lambda k: f"{'off' if k[1] else 'on'}, L = {k[0]}",
-               "--layers 2 --no-tfixup", "b without --no-tfixup, c and d with --layers 12"),
-    "memory": (11, "length of the memory", lambda c: c.memory_length, "N = {}".format,
-               "--memory-length 1", "b and c with 5 and 25"),
-    "layers": (12, "transformer layers", lambda c: c.layers, "L = {}".format,
-               "--layers 1", "b and c with 4 and 12 (those of tfixup do as well)"),
-    "heads": (13, "attention heads", lambda c: c.heads, lambda k: plural(k, "head"),
-              "--heads 1", "b and c with 4 and 16"),
+               [(2, False), (2, True), (12, False), (12, True)],
+               lambda k: f"{'off' if k[1] else 'on'}, L = {k[0]}", "--layers 2 --no-tfixup"),
+    "memory": (11, "length of the memory", lambda c: c.memory_length, [1, 5, 25], "N = {}".format,
+               "--memory-length 1"),
+    "layers": (12, "transformer layers", lambda c: c.layers, [1, 4, 12], "L = {}".format, "--layers 4"),
+    "heads": (13, "attention heads", lambda c: c.heads, [1, 4, 16], lambda k: plural(k, "head"), "--heads 1"),
 }
 
 
 def draw_ablation(which, runs, out):
-    number, title, key, name, flags, others = ABLATIONS[which]
+    number, title, key, wanted, name, flags = ABLATIONS[which]
     shared = {"tfixup": (), "layers": ("default", "tfixup")}.get(which, ("default",))   # of other ablations
     ours = [run for run in runs if run.ablation == which or run.ablation in shared and run.config.tfixup]
     looks = {k: dict(zip(("label", "color", "linestyle", "marker"), (name(k), *VARIANTS[i % len(VARIANTS)])))
              for i, k in enumerate(sorted({key(run.config) for run in ours}))}
-    if not draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,
-                      learning_curve, ours, key, looks, least=2):
-        return (f"needs two or more variants: python trmrl.py --env halfcheetah_vel --total-steps 600000 "
-                f"{flags} --run-dir results/ablations/{which}/a-seed1; then {others} (README.md has all)")
+    draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,
+               learning_curve, ours, key, looks, least=2)
+    have = {(run.config.env, key(run.config)) for run in ours if run.rows}
+    missing = [f"{ENVS[env]} {name(k)}" for env in ("halfcheetah_vel", "ml1_reach") for k in wanted
+               if (env, k) not in have]
+    if missing:
+        return (f"there is no {', no '.join(missing)}; a run: python trmrl.py --env halfcheetah_vel "
+                f"--total-steps 600000 {flags} --run-dir runs/ablations/{which}/a-seed1 (README.md has all)")
 
 
 # ---- Fig. 2, 3, 7, 8, 9: from a trained agent ------------------------------------------------------------
@@ -376,15 +401,15 @@ def draw_latent(agent, out):
 
 def online_adaptation(axes, velocity, reward, targets):
     """Fig. 9: velocity and reward (B, T) against the step of the first episode, for B target velocities."""
-    for v, r, target in zip(velocity, reward, targets):
-        colour, steps = shade(target, targets), settled(v, target)
+    for v, r, target, line in zip(velocity, reward, targets, itertools.cycle(["-", (0, (4, 1)), "-."])):
+        colour, steps = shade(target, targets), settled(v, target, window=1)
         when = "never" if steps is None else f"after {plural(steps, 'step')}"
-        axes[0].axhline(target, linestyle="--", color=colour, linewidth=1)
-        axes[0].plot(v, color=colour)
-        axes[1].plot(r, color=colour, label=f"{target:.1f} m/s: {when}")
-    axes[0].set(ylabel="velocity (m/s)\ntargets dashed")
+        axes[0].axhline(target, linestyle=":", color=colour, linewidth=1.2)
+        axes[0].plot(v, color=colour, linestyle=line)
+        axes[1].plot(r, color=colour, linestyle=line, label=f"{target:.1f} m/s: {when}")
+    axes[0].set(ylabel="velocity (m/s)\ntargets dotted")
     axes[1].set(xlabel="time step of the first episode", ylabel="reward per step")
-    axes[1].legend(title="velocity (mean of 5 steps) stays\nwithin 0.3 m/s of its target", loc="lower right",
+    axes[1].legend(title="velocity stays within\n0.3 m/s of its target", loc="lower right",
                    edgecolor="grey", fontsize=10)
     for ax in axes:
         ax.grid()
@@ -403,9 +428,9 @@ def task_distributions(ax, values, targets):
     margin = 0.15 * np.ptp(values)
     grid = np.linspace(values.min() - margin, values.max() + margin, 400)
     densities = [density(row, grid) for row in values]
-    for target, y in zip(targets, densities):
+    for target, y, line in zip(targets, densities, itertools.cycle(["-", (0, (4, 1)), "-."])):
         ax.fill_between(grid, y, color=shade(target, targets), alpha=0.35, linewidth=0)
-        ax.plot(grid, y, color=shade(target, targets), linewidth=1.5, label=f"{target:.1f} m/s")
+        ax.plot(grid, y, color=shade(target, targets), linestyle=line, label=f"{target:.1f} m/s")
     shared = [np.minimum(a, b) for a, b in zip(densities, densities[1:])]
     for y, hatch in zip(shared, 2 * ["///", "\\\\\\", "xxx", "..."]):
         ax.fill_between(grid, y, facecolor="none", edgecolor="black", hatch=hatch, linewidth=0.5)
@@ -418,38 +443,40 @@ def task_distributions(ax, values, targets):
 def draw_task_distributions(agent, out):
     memories = agent.memory.phi(meet(agent).memories).cpu().numpy()       # (B, T, d)
     figure, axes = panels(2)
-    for ax, rows, name in ((axes[0], memories.mean(axis=1), "the tasks' mean memories"),
-                           (axes[1], np.concatenate(memories), "all memories (the gait)")):
-        task_distributions(ax, (memories - rows.mean(axis=0)) @ pca(rows, 1)[0][0], SHOWN[:, 0])
+    for ax, rows, every, name in ((axes[0], memories.mean(axis=1), 1, "the tasks' mean memories"),
+                                  (axes[1], np.concatenate(memories), 2, "all memories (the gait)")):
+        along = (memories - rows.mean(axis=0)) @ pca(rows, 1)[0][0]       # (B, T)
+        task_distributions(ax, along[::every], SHOWN[::every, 0])
         ax.set_xlabel(f"along the first principal component of\n{name}")
-    axes[1].legend(title="target")
+        ax.legend(title="target", loc="upper right")
     return figure
 
 
-def attention(axes, weights, velocity, targets, shown, steps=60):
+def attention(axes, weights, velocity, targets, shown):
     """Fig. 3: weights (B, T, N) to the memory 0, 1, ... steps before; one task, then all before and after."""
-    (top, image, bars), N = axes, weights.shape[2]
+    (top, image, bars), (_, T, N) = axes, weights.shape
+    steps, full = min(T, max(60, 2 * N)), min(T, N) - 1                   # from here on the memory is full
     knows = [settled(v, target) for v, target in zip(velocity, targets)]
     top.plot(np.arange(steps), velocity[shown, :steps], color=BLUE)
     top.axhline(targets[shown], color="black", linestyle="--", linewidth=1)
-    top.set(ylabel="velocity\n(m/s)", title=f"one task: {targets[shown]:.1f} m/s")
+    top.set(ylabel="velocity\n(m/s)", title=f"one task: {targets[shown]:.4g} m/s")
     picture = image.imshow(weights[shown, :steps].T, aspect="auto", origin="lower", cmap="Greys", vmin=0,
-                           vmax=np.nanmax(weights[shown, N:steps]), interpolation="nearest")
+                           vmax=np.nanmax(weights[shown, full:steps]), interpolation="nearest")
     image.set(xlabel="time step of the first episode", ylabel="looks at the memory\nso many steps before",
               facecolor="#f3dcc8")
-    top.figure.colorbar(picture, ax=image, orientation="horizontal", fraction=0.08, aspect=40,
+    top.figure.colorbar(picture, ax=image, orientation="horizontal", fraction=0.08, aspect=40, extend="max",
                         label="attention weight, mean of the heads (tan: no memory yet)")
     if knows[shown] is not None:
         for ax in (top, image):
             ax.axvline(knows[shown] - 0.5, color=RED, linewidth=1.5)
         top.text(knows[shown] + 0.5, 0.06, "at its target", color=RED, fontsize=9,
                  transform=top.get_xaxis_transform())
-    pairs = [(w[N:k], w[k:]) for w, k in zip(weights, knows) if k is not None and k > N]
+    pairs = [(w[full:k], w[k:]) for w, k in zip(weights, knows) if k is not None and k > full]
     for i, (label, colour, hatch) in enumerate((("before", "white", "///"), ("after", BLUE, ""))):
         mean = np.concatenate([pair[i] for pair in pairs]).mean(axis=0) if pairs else np.zeros(N)
         bars.barh(np.arange(N) + 0.2 - 0.4 * i, mean, height=0.4, label=label, facecolor=colour, hatch=hatch,
                   edgecolor="black")
-    bars.set(title=f"{plural(len(pairs), 'task')}, before and\nafter the target is reached",
+    bars.set(title=f"{len(pairs)} of {len(weights)} tasks: before\nand after the target",
              xlabel="mean attention weight", ylabel="steps before")
     bars.legend()
     for ax in (image, bars):
@@ -483,8 +510,8 @@ def render(folder):
 
 
 def photograph(model, qpos):
-    """Positions (T, nq) of a body -> frames (T, height, width, 3), or None where nothing can render."""
-    choice = ["egl", "osmesa"] if sys.platform == "linux" else [""]
+    """Positions (T, nq) of a body -> frames (T, height, width, 3), or what was tried where nothing works."""
+    choice, tried = ["egl", "osmesa"] if sys.platform == "linux" else [""], []
     for backend in [os.environ["MUJOCO_GL"]] if "MUJOCO_GL" in os.environ else choice:
         with tempfile.TemporaryDirectory() as folder:
             np.save(f"{folder}/qpos.npy", qpos)
@@ -494,6 +521,9 @@ def photograph(model, qpos):
                                    capture_output=True)
             if child.returncode == 0:
                 return np.load(f"{folder}/frames.npy")
+            error = (child.stderr.decode(errors="replace").strip() or "no word").splitlines()[-1]
+            tried.append(f"MUJOCO_GL={backend} ({error[:100]})")
+    return ", ".join(tried)
 
 
 def film(axes, frames, captions):
@@ -524,9 +554,8 @@ def draw_film(agent, out):
     ground = body.dt * along_xy.cumsum(axis=0)
     qpos = np.concatenate([ground[:-1], trials.obs[0, 1:, :seen]], axis=1)[:3 * steps]
     frames = photograph(body.model, qpos)                  # (T, height, width, 3)
-    if frames is None:
-        return ("needs off-screen OpenGL: neither MUJOCO_GL=egl nor MUJOCO_GL=osmesa works here; install "
-                "libegl1 or libosmesa6 (Debian's names)")
+    if isinstance(frames, str):
+        return f"needs off-screen OpenGL: install libegl1 or libosmesa6 (Debian's names); tried: {frames}"
     captions = [f"{body.dt * (t + 1):.2f} s: {round(v, 1) + 0.0:.1f} m/s" for t, v in enumerate(velocity)]
     out.mkdir(parents=True, exist_ok=True)
     print(out / "film.gif")
@@ -548,10 +577,10 @@ def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
             agent = trmrl.load_agent(run.path)
             if not all(torch.isfinite(x).all() for x in agent.state_dict().values()):
                 raise trmrl.UserError("weights that are not finite")
-            figure = draw(agent, out)
-        except Exception as error:                         # whatever a damaged agent provokes
+        except trmrl.UserError as error:
             print(f"{name}: skipped {run.path}: {str(error)[:200]}", file=sys.stderr)
             continue
+        figure = draw(agent, out)
         if isinstance(figure, str):                        # what is missing
             return figure
         if title:
@@ -571,15 +600,15 @@ def rates(works, seconds=1.0, rounds=4, deadline=85.0):
     speeds, began = {name: [] for name in works}, time.perf_counter()
     for work, _ in works.values():
         work()                                             # to warm up
-    for _ in range(rounds):
+    for done in range(1, rounds + 1):
         for name, (work, steps) in works.items():
             calls, start = 0, time.perf_counter()
             while (now := time.perf_counter()) - start < seconds:
                 work()
                 calls += 1
             speeds[name].append(calls * steps / (now - start))
-        if time.perf_counter() - began > deadline:
-            break
+        if (time.perf_counter() - began) * (done + 1) / done > deadline:
+            break                                          # another round would come too late
     return {name: np.array(each) for name, each in speeds.items()}
 
 
@@ -667,17 +696,16 @@ def measure(env, device, threads=None):
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]
     sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * config.num_tasks)
     batch, generator = config.num_tasks * episodes * envs.episode_length, torch.Generator(config.device)
-    learners = [copy.deepcopy(agent) for _ in range(2)]
+    learners = [copy.deepcopy(agent) for _ in range(3)]
     optimizers = [trmrl.make_optimizer(learner, config) for learner in learners]
 
-    def collect(agent):                                    # as `trmrl.iterate` does
-        torch.set_num_threads(1)
-        trials = trmrl.collect(agent, envs, episodes, True, 0)
-        trmrl.set_threads(config.threads)
-        return trials
+    def collect(agent, envs=envs):
+        return trmrl.collect(agent, envs, episodes, True, 0)
 
-    def update(i, trials):
+    def update(i, trials, threads=config.threads):
+        trmrl.set_threads(threads)
         trmrl.ppo_update(learners[i], optimizers[i], trials, config, generator)
+        trmrl.set_threads(config.threads)
 
     works = {"raw physics": raw_physics(envs), "SyncVectorEnv": stepping(sync), "our tasks": stepping(envs)}
     suffixes = [""]
@@ -688,6 +716,8 @@ def measure(env, device, threads=None):
     works |= {"collecting": (lambda: collect(agent), batch), "bare network": bare_network(agent, config),
               "our update": (partial(update, 0, collect(agent)), batch),
               "end to end": (lambda: update(1, collect(learners[1])), batch)}
+    if suffixes[0]:
+        works[f"end to end{suffixes[0]}"] = lambda: update(2, collect(learners[2], all_cores), count), batch
     speeds, ratios = rates(works), {}
     for suffix in suffixes:
         ours = speeds[f"our tasks{suffix}"]
@@ -740,35 +770,37 @@ SIZES = {"memory_length": (1, 5, 10, 25, 50), "layers": (1, 2, 4, 8, 12), "d_mod
 
 
 def iteration_seconds(config, envs, agent):
-    """(seconds to collect the trials of an iteration, seconds of its update), the better of two each."""
+    """(seconds to collect the trials of an iteration, seconds of its update)."""
     optimizer, generator = trmrl.make_optimizer(agent, config), torch.Generator(config.device)
-    seconds, timed = [], 2                                 # epochs, of equal work; the rest is 2 % of them
-    for episodes in (1, config.episodes_per_trial, config.episodes_per_trial):
+    timed = 1                                              # epoch, of equal work; the rest is 2 % of them
+    for episodes in (1, config.episodes_per_trial):        # the first: to warm up
         began = time.perf_counter()
         trials = trmrl.collect(agent, envs, episodes, True, 0)
         collected = time.perf_counter()
         trmrl.ppo_update(agent, optimizer, trials, replace(config, epochs=timed), generator)
         updating = config.epochs / timed * (time.perf_counter() - collected)
-        seconds.append((collected - began, updating))
-    return tuple(min(column) for column in zip(*seconds[1:]))             # the first was to warm up
+    return collected - began, updating
 
 
-def scaling(device, sizes=SIZES):
+def scaling(device, sizes=SIZES, rounds=3):
     """End-to-end speed of HalfCheetahVel's preset on one thread, one of its sizes changed at a time."""
-    known, rows = {}, []
-    for name, value in ((name, value) for name, values in sizes.items() for value in values):
-        changes = {name: value, "d_ff": 4 * value} if name == "d_model" else {name: value}
-        config, envs, agent = preset("halfcheetah_vel", device, threads=1, **changes)
-        if str(config) not in known:                       # the preset itself comes up four times
-            known[str(config)] = iteration_seconds(config, envs, agent)
-        envs.close()
-        collecting, updating = known[str(config)]
+    seconds = defaultdict(list)                            # of each config: (collecting, updating)
+    settings = [(name, value) for name, values in sizes.items() for value in values]
+    made = [preset("halfcheetah_vel", device, threads=1, **{name: value},
+                   **({"d_ff": 4 * value} if name == "d_model" else {})) for name, value in settings]
+    for _ in range(rounds):                                # the best: others may use the machine now and then
+        for config, envs, agent in {str(config): each for each in made for config in each[:1]}.values():
+            seconds[str(config)].append(iteration_seconds(config, envs, agent))
+    rows = []
+    for (name, value), (config, envs, _) in zip(settings, made):
+        collecting, updating = np.min(seconds[str(config)], axis=0)
         steps = config.num_tasks * config.episodes_per_trial * envs.episode_length
         rows.append({"setting": name, "value": value, "collect_seconds": round(collecting, 3),
                      "update_seconds": round(updating, 3),
                      "steps_per_second": round(steps / (collecting + updating))})
         line = "  {:<13} {:>4}   collect {:>7.2f} s   update {:>7.2f} s {:>8,} steps/s"
         print(line.format(*rows[-1].values()), flush=True)
+        envs.close()
     return rows
 
 
