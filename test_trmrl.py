@@ -2337,6 +2337,20 @@ def test_densities_integrate_to_one_and_overlap_as_normal_distributions_do():
     plots.plt.close(figure)
 
 
+def test_agents_of_ours_find_their_velocity_as_the_readme_says():
+    targets = trmrl.make_tasks("halfcheetah_vel", 20, split="test").tasks
+    steps = []
+    for seed in (1, 2, 3):
+        agent = trmrl.load_agent(HERE / "results" / "halfcheetah_vel" / f"trmrl-seed{seed}", device="cpu")
+        velocity = plots.meet(agent, targets).info["x_velocity"]
+        steps += [plots.settled(v, target, window=1) for v, target in zip(velocity, targets[:, 0])]
+    assert len(steps) == 60 and None not in steps
+    text = re.search(r"(\d+) of 60 \(20 test tasks, three seeds\), after (\d+) in the median",
+                     (HERE / "README.md").read_text())
+    assert abs(sum(k <= 20 for k in steps) - int(text[1])) <= 3           # on another kind of CPU
+    assert abs(np.median(steps) - int(text[2])) <= 1
+
+
 def test_steps_to_the_target_count_until_the_velocity_stays_there():
     reached = np.array([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     assert plots.settled(reached, 1.0, window=1) == 2
