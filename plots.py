@@ -593,11 +593,11 @@ def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
 
 # ---- how fast --------------------------------------------------------------------------------------------
 
-def rates(works, seconds=1.0, rounds=4, deadline=85.0):
-    """{name: (work, steps)} -> {name: environment steps per second in each round}; late: fewer rounds.
+def rates(works, seconds=0.5, rounds=12, deadline=85.0):
+    """{name: (work, steps)} -> {name: environment steps per second}, the best round; late: fewer rounds.
 
-    All in turn, round by round: whoever else uses the machine now and then slows all of a round."""
-    speeds, began = {name: [] for name in works}, time.perf_counter()
+    All in turn, round by round: whoever else uses the machine now and then slows some rounds of each."""
+    speeds, began = dict.fromkeys(works, 0.0), time.perf_counter()
     for work, _ in works.values():
         work()                                             # to warm up
     for done in range(1, rounds + 1):
@@ -606,10 +606,10 @@ def rates(works, seconds=1.0, rounds=4, deadline=85.0):
             while (now := time.perf_counter()) - start < seconds:
                 work()
                 calls += 1
-            speeds[name].append(calls * steps / (now - start))
+            speeds[name] = max(speeds[name], calls * steps / (now - start))
         if (time.perf_counter() - began) * (done + 1) / done > deadline:
             break                                          # another round would come too late
-    return {name: np.array(each) for name, each in speeds.items()}
+    return speeds
 
 
 def raw_physics(envs, calls=200):
@@ -687,20 +687,19 @@ def preset(env, device, **changes):
 
 
 def measure(env, device, threads=None):
-    """[(what, value, unit)] of the default preset: medians of the rounds, and of the ratios within each."""
+    """[(what, value, unit)] of the default preset."""
     import resource                                        # not on Windows
     all_cores = preset(env, device, threads=0)[1]          # the same tasks, by all cores
     count = torch.get_num_threads()
     config, envs, agent = preset(env, device, **({} if threads is None else {"threads": threads}))
-    episodes = config.episodes_per_trial
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]
     sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * config.num_tasks)
-    batch, generator = config.num_tasks * episodes * envs.episode_length, torch.Generator(config.device)
+    batch, generator = config.num_tasks * envs.episode_length, torch.Generator(config.device)   # 1 episode
     learners = [copy.deepcopy(agent) for _ in range(3)]
     optimizers = [trmrl.make_optimizer(learner, config) for learner in learners]
 
     def collect(agent, envs=envs):
-        return trmrl.collect(agent, envs, episodes, True, 0)
+        return trmrl.collect(agent, envs, 1, True, 0)
 
     def update(i, trials, threads=config.threads):
         trmrl.set_threads(threads)
@@ -728,8 +727,8 @@ def measure(env, device, threads=None):
     ratios["end to end / 1,235 steps/s of an MLP PPO"] = speeds["end to end"] / 1235
     whole, imported = first_iteration(config)
     kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
-    return [*((what, float(np.median(each)), "steps/s") for what, each in speeds.items()),
-            *((what, float(np.median(each)), "") for what, each in ratios.items()),
+    return [*((what, value, "steps/s") for what, value in speeds.items()),
+            *((what, value, "") for what, value in ratios.items()),
             ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kilo, "MB"),
             ("import trmrl, beyond its libraries", imported, "s"),
             ("first iteration, with start and meta-test", whole, "s")]
