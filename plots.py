@@ -62,13 +62,14 @@ class Found(NamedTuple):
 
 
 def whole(rows):
-    """Whether all meta-tests of an eval.csv have the same tasks, and each of them all its episodes."""
+    """Whether all meta-tests of an eval.csv have the same splits and tasks, each task all its episodes."""
     tests = defaultdict(set)
     for r in rows:
         tests[r["step"], r["split"]].add((r["task"], r["episode"]))
-    tasks = len({r["task"] for r in rows})
-    return all(cells == set(itertools.product(range(tasks), range(1, 1 + max(k for _, k in cells))))
-               for cells in tests.values())
+    tasks, splits = len({r["task"] for r in rows}), len({r["split"] for r in rows})
+    return len(tests) == splits * len({r["step"] for r in rows}) and all(
+        cells == set(itertools.product(range(tasks), range(1, 1 + max(k for _, k in cells))))
+        for cells in tests.values())
 
 
 def find_runs(folders):
@@ -152,7 +153,7 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
         look = looks[key] | {"label": f"{looks[key]['label']} ({plural(len(seeds), 'seed')})"}
         every = max(1, len(steps) // 8)
         ax.plot(steps / 1e6, mean, linewidth=2, markersize=5, markevery=(i % every, every), **look)
-        lowest, highest = min(lowest, mean[-1]), max(highest, mean.max())
+        lowest, highest = min(lowest, mean[-1]), max(highest, high.max())
         if len(seeds) > 1:
             ax.fill_between(steps / 1e6, low, high, color=look["color"], alpha=0.2, linewidth=0)
     known = {"halfcheetah_vel": (-150, "without adapting"), "ant_dir": (200, "standing still")}
@@ -162,8 +163,8 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
     ax.set_xlim(left=0)
     if env == "halfcheetah_vel" and np.isfinite(lowest):   # what matters is far above the first steps
         ax.set_ylim(bottom=max(ax.get_ylim()[0], min(lowest - 15, -185)))
-    if value == "success":
-        ax.set_ylim(top=min(1.03, 1.2 * highest + 0.05))
+    if value == "success" and np.isfinite(highest):
+        ax.set_ylim(top=min(1.03, 1.1 * highest + 0.05))
 
 
 def adaptation(ax, tests, env, value="return", looks=AGENTS):
@@ -243,15 +244,20 @@ def draw_adaptation(name, split, title, runs, out):
                 "python trmrl.py --env halfcheetah_vel")
 
 
-ABLATIONS = {  # folder: figure, title, what tells curves apart, which are wanted, names, how to make one
+ABLATIONS = {  # folder: figure, title, what tells curves apart, which are wanted, their names, their flags
     "tfixup": (10, "T-Fixup on and off", lambda c: (c.layers, not c.tfixup),
                [(2, False), (2, True), (12, False), (12, True)],
-               lambda k: f"{'off' if k[1] else 'on'}, L = {k[0]}", "--layers 2 --no-tfixup"),
+               lambda k: f"{'off' if k[1] else 'on'}, L = {k[0]}",
+               lambda k: f"--layers {k[0]}{' --no-tfixup' * k[1]}"),
     "memory": (11, "length of the memory", lambda c: c.memory_length, [1, 5, 25], "N = {}".format,
-               "--memory-length 1"),
-    "layers": (12, "transformer layers", lambda c: c.layers, [1, 4, 12], "L = {}".format, "--layers 4"),
-    "heads": (13, "attention heads", lambda c: c.heads, [1, 4, 16], lambda k: plural(k, "head"), "--heads 1"),
+               "--memory-length {}".format),
+    "layers": (12, "transformer layers", lambda c: c.layers, [1, 4, 12], "L = {}".format,
+               "--layers {}".format),
+    "heads": (13, "attention heads", lambda c: c.heads, [1, 4, 16], lambda k: plural(k, "head"),
+              "--heads {}".format),
 }
+BASES = {"halfcheetah_vel": "--total-steps 600000",        # of all ablations
+         "ml1_reach": "--memory-length 5 --total-steps 480000 --eval-every 20 --shrink-std 1"}
 
 
 def draw_ablation(which, runs, out):
@@ -263,11 +269,11 @@ def draw_ablation(which, runs, out):
     draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,
                learning_curve, ours, key, looks, least=2)
     have = {(run.config.env, key(run.config)) for run in ours if run.rows}
-    missing = [f"{ENVS[env]} {name(k)}" for env in ("halfcheetah_vel", "ml1_reach") for k in wanted
-               if (env, k) not in have]
+    missing = [(env, k) for env in BASES for k in wanted if (env, k) not in have]
     if missing:
-        return (f"there is no {', no '.join(missing)}; a run: python trmrl.py --env halfcheetah_vel "
-                f"--total-steps 600000 {flags} --run-dir runs/ablations/{which}/a-seed1 (README.md has all)")
+        (env, k), names = missing[0], ", no ".join(f"{ENVS[env]} {name(k)}" for env, k in missing)
+        return (f"there is no {names}; the first would be python trmrl.py --env {env} {BASES[env]} {flags(k)} "
+                f"--run-dir runs/ablations/{which}/a-seed1; README.md has a script of all")
 
 
 # ---- Fig. 2, 3, 7, 8, 9: from a trained agent ------------------------------------------------------------

@@ -2522,6 +2522,11 @@ def test_what_is_missing_comes_with_a_command_that_works(tmp_path, capsys):
         _, config = trmrl.parse(shlex.split(command)[2:])
         trmrl.check(config)
     assert trmrl.parse(shlex.split(lines[3][lines[3].index("python") :])[2:])[1].layers == 4     # refinement
+    pretend_run(tmp_path / "runs" / "ablations" / "tfixup" / "a", [(200, "test", 0, 1, -9.0, "")], layers=2)
+    assert plots.main(["ablation_tfixup", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no HalfCheetahVel off, L = 2, no HalfCheetahVel on, L = 12" in said and "Reach off, L = 12" in said
+    assert "python trmrl.py --env halfcheetah_vel --total-steps 600000 --layers 2 --no-tfixup --run" in said
     assert plots.main(["--runs", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
 
@@ -2556,7 +2561,8 @@ def test_a_meta_test_is_whole_with_the_same_tasks_and_all_their_episodes():
 
     good = [*rows(100, 4, 1), *rows(100, 4, 1, "ood"), *rows(200, 4, 6), *rows(200, 4, 6, "ood")]
     assert plots.whole(good) and plots.whole([])
-    assert not plots.whole(good[:-1]) and not plots.whole(good[:-6])      # an episode, a task
+    assert not plots.whole(good[:-1]) and not plots.whole(good[:-6])      # an episode, a task,
+    assert not plots.whole(good[:-24])                                    # a split
     assert not plots.whole(good[1:])
 
 
