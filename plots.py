@@ -272,7 +272,7 @@ def draw_ablation(which, runs, out):
     missing = [(env, k) for env in BASES for k in wanted if (env, k) not in have]
     if missing:
         (env, k), names = missing[0], ", no ".join(f"{ENVS[env]} {name(k)}" for env, k in missing)
-        return (f"there is no {names}; the first would be python trmrl.py --env {env} {BASES[env]} {flags(k)} "
+        return (f"there is no {names}; the first: python trmrl.py --env {env} {BASES[env]} {flags(k)} "
                 f"--run-dir runs/ablations/{which}/a-seed1; README.md has a script of all")
 
 

@@ -2525,7 +2525,7 @@ def test_what_is_missing_comes_with_a_command_that_works(tmp_path, capsys):
     pretend_run(tmp_path / "runs" / "ablations" / "tfixup" / "a", [(200, "test", 0, 1, -9.0, "")], layers=2)
     assert plots.main(["ablation_tfixup", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "no HalfCheetahVel off, L = 2, no HalfCheetahVel on, L = 12" in said and "Reach off, L = 12" in said
+    assert "no HalfCheetahVel off, L = 2, no HalfCheetahVel on, L = 12" in said and "off, L = 12;" in said
     assert "python trmrl.py --env halfcheetah_vel --total-steps 600000 --layers 2 --no-tfixup --run" in said
     assert plots.main(["--runs", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
