@@ -257,7 +257,7 @@ ABLATIONS = {  # folder: figure, title, what tells curves apart, which are wante
               "--heads {}".format),
 }
 BASES = {"halfcheetah_vel": "--total-steps 600000",        # of all ablations
-         "ml1_reach": "--memory-length 5 --total-steps 480000 --eval-every 20 --shrink-std 1"}
+         "ml1_reach": "--memory-length 5 --total-steps 480000 --eval-every 20"}
 
 
 def draw_ablation(which, runs, out):
