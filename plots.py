@@ -687,9 +687,15 @@ def preset(env, device, **changes):
                      **{**trmrl.PRESETS[env]["default"], **changes})
     trmrl.check(config)
     trmrl.set_threads(config.threads)
-    envs = trmrl.make_tasks(env, config.num_tasks, 0)
+    envs = trmrl.make_tasks(env, config.num_tasks * config.episodes_per_trial, 0)    # all side by side
     state_size, space = envs.single_observation_space.shape[0], envs.single_action_space
     return config, envs, trmrl.Agent(config, state_size, space.low, space.high).to(config.device)
+
+
+def collect(agent, envs):
+    """The trials of an iteration, as training collects them."""
+    config = agent.config
+    return trmrl.collect(agent, envs, config.episodes_per_trial, True, 0, envs.tasks[:config.num_tasks])
 
 
 def measure(env, device, threads=None):
@@ -699,17 +705,15 @@ def measure(env, device, threads=None):
     count = torch.get_num_threads()
     config, envs, agent = preset(env, device, **({} if threads is None else {"threads": threads}))
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]
-    sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * config.num_tasks)
-    batch, generator = config.num_tasks * envs.episode_length, torch.Generator(config.device)   # 1 episode
-    learners = [copy.deepcopy(agent) for _ in range(3)]
+    sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * envs.num_envs)
+    batch, generator = envs.num_envs * envs.episode_length, torch.Generator(config.device)
+    learners = [copy.deepcopy(agent) for _ in range(4)]
     optimizers = [trmrl.make_optimizer(learner, config) for learner in learners]
 
-    def collect(agent, envs=envs):
-        return trmrl.collect(agent, envs, 1, True, 0)
-
-    def update(i, trials, threads=config.threads):
+    def update(i, trials, threads=config.threads, compile=False):
         trmrl.set_threads(threads)
-        trmrl.ppo_update(learners[i], optimizers[i], trials, config, generator)
+        settings = replace(config, compile=compile)
+        trmrl.ppo_update(learners[i], optimizers[i], trials, settings, generator)
         trmrl.set_threads(config.threads)
 
     works = {"raw physics": raw_physics(envs), "SyncVectorEnv": stepping(sync), "our tasks": stepping(envs)}
@@ -718,18 +722,25 @@ def measure(env, device, threads=None):
         suffixes = [f", {count} threads", ""]
         works |= {f"raw physics{suffixes[0]}": raw_physics(all_cores),
                   f"our tasks{suffixes[0]}": stepping(all_cores)}
-    works |= {"collecting": (lambda: collect(agent), batch), "bare network": bare_network(agent, config),
-              "our update": (partial(update, 0, collect(agent)), batch),
-              "end to end": (lambda: update(1, collect(learners[1])), batch)}
+    works |= {"collecting": (lambda: collect(agent, envs), batch),
+              "bare network": bare_network(agent, config),
+              "our update": (partial(update, 0, collect(agent, envs)), batch),
+              "end to end": (lambda: update(1, collect(learners[1], envs)), batch)}
     if suffixes[0]:
         works[f"end to end{suffixes[0]}"] = lambda: update(2, collect(learners[2], all_cores), count), batch
+    try:
+        trmrl.check_compiler(config.device)
+        works["end to end, compiled"] = lambda: update(3, collect(learners[3], envs), compile=True), batch
+    except trmrl.UserError as error:
+        print(f"benchmark: end to end, compiled, is not measured: {error}")
     speeds, ratios = rates(works), {}
     for suffix in suffixes:
         ours = speeds[f"our tasks{suffix}"]
         ratios[f"our tasks / raw physics{suffix}"] = ours / speeds[f"raw physics{suffix}"]
         ratios[f"our tasks / SyncVectorEnv{suffix}"] = ours / speeds["SyncVectorEnv"]
     series = 1 / (1 / speeds["raw physics"] + 1 / speeds["bare network"])
-    ratios["end to end / (raw physics and bare network in series)"] = speeds["end to end"] / series
+    for name in [name for name in ("end to end", "end to end, compiled") if name in speeds]:
+        ratios[f"{name} / (raw physics and bare network in series)"] = speeds[name] / series
     ratios["end to end / 1,235 steps/s of an MLP PPO"] = speeds["end to end"] / 1235
     whole, imported = first_iteration(config)
     kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
@@ -778,9 +789,9 @@ def iteration_seconds(config, envs, agent):
     """(seconds to collect the trials of an iteration, seconds of its update)."""
     optimizer, generator = trmrl.make_optimizer(agent, config), torch.Generator(config.device)
     timed = 1                                              # epoch, of equal work; the rest is 2 % of them
-    for episodes in (1, config.episodes_per_trial):        # the first: to warm up
+    for _ in range(2):                                     # the first: to warm up
         began = time.perf_counter()
-        trials = trmrl.collect(agent, envs, episodes, True, 0)
+        trials = collect(agent, envs)
         collected = time.perf_counter()
         trmrl.ppo_update(agent, optimizer, trials, replace(config, epochs=timed), generator)
         updating = config.epochs / timed * (time.perf_counter() - collected)

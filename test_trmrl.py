@@ -2,6 +2,7 @@
 import ast
 import collections
 import contextlib
+import copy
 import csv
 import importlib
 import inspect
@@ -979,6 +980,57 @@ def test_a_fall_ends_the_episode_of_its_task_only():
     assert returns[7, 1] == pytest.approx(trials.reward[7][trials.episode[7] == 1].sum(), abs=1e-4)
 
 
+@pytest.mark.parametrize("E", [1, 2, 3])
+def test_episodes_side_by_side_are_those_in_a_row(E):
+    """Points start alike and mean actions have no noise, so both ways must give the same trials."""
+    agent, tasks = awake(make_agent(2, 2)), PointMass(4, seed=3).tasks
+    in_a_row = trmrl.collect(agent, PointMass(4), E, False, 0, tasks)
+    side_by_side = trmrl.collect(agent, PointMass(4 * E), E, False, 0, tasks)
+    assert in_a_row.reward.shape == (4, 20 * E) and np.ptp(in_a_row.reward[:, -1]) > 0.1
+    for name in vars(in_a_row).keys() - {"info"}:
+        np.testing.assert_allclose(getattr(side_by_side, name), getattr(in_a_row, name), atol=1e-5)
+
+
+def test_side_by_side_every_step_belongs_to_its_task_and_remembers_its_own_episode():
+    agent, tasks = awake(make_agent(2, 2)), PointMass(5, seed=3).tasks
+    trials = trmrl.collect(agent, Falling(10), 2, True, 0, tasks)
+    goal = np.concatenate([np.cos(tasks), np.sin(tasks)], axis=1)[:, None]
+    x = trials.obs + 0.25 * trials.action.clamp(-1, 1).numpy()
+    np.testing.assert_allclose(trials.reward, -np.linalg.norm(x - goal, axis=-1), atol=1e-5)
+    assert trials.terminated.any() and not np.array_equal(trials.action[:, :20], trials.action[:, 20:])
+    for b in range(5):
+        begun, episode = 0, 0
+        for t in range(40):
+            assert trials.start[b, t] == begun and trials.episode[b, t] == episode
+            if t == begun:
+                assert (trials.obs[b, t] == 0).all()                      # back at the start
+            if trials.terminated[b, t] or t - begun == 19 or t == 19:     # where the second of them begins
+                begun, episode = t + 1, episode + 1
+    e = agent.memory.recall(trials.memories, trials.start, torch.arange(200))
+    logp = agent.log_prob(agent.policy(e), trials.action.flatten(0, 1))
+    torch.testing.assert_close(logp, trials.logp.flatten(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("settings, envs", [
+    ({}, 18), ({"agent": "oracle"}, 18), ({"keep_memory": True}, 6), ({"agent": "rl2"}, 6)], ids=str)
+def test_episodes_run_side_by_side_where_memories_end_with_them(settings, envs, tmp_path, monkeypatch):
+    shapes, update = [], trmrl.ppo_update
+    monkeypatch.setattr(trmrl, "ppo_update", lambda agent, optimizer, trials, *rest: shapes.append(
+        trials.reward.shape) or update(agent, optimizer, trials, *rest))
+    made = {}
+
+    def make(env, num_tasks, seed=0, split="train"):
+        made[split] = PointMass(num_tasks, seed, split)
+        return made[split]
+
+    config = trmrl.Config(**SMALL, env="points", num_tasks=6, episodes_per_trial=3, total_steps=1,
+                          minibatch=60, epochs=1, run_dir=str(tmp_path / "run"), **settings)
+    trmrl.train(config, make)
+    assert made["train"].num_envs == envs and made["test"].num_envs == 2 and shapes == [(6, 60)]
+    tasks = made["train"].tasks.reshape(6, envs // 6)
+    assert len(np.unique(tasks)) == 6 and (tasks == tasks[:, :1]).all()
+
+
 @pytest.mark.parametrize("settings", [
     {}, {"keep_memory": True}, {"agent": "rl2"}, {"agent": "oracle"}], ids=str)
 def test_the_ratio_is_one_before_the_first_gradient_step(settings, monkeypatch):
@@ -1018,6 +1070,68 @@ def test_the_ppo_loss_is_the_clipped_objective():
         expected += -min(r * a, min(max(r, 0.9), 1.1) * a) / 6 + 0.7 * (v - goal) ** 2 / 6
     assert loss.item() == pytest.approx(expected - 0.3 * agent.entropy().item(), rel=1e-4)
     assert log[-1].item() == pytest.approx(4 / 6)                         # clipped: all but two
+
+
+def captured_update(agent, trials, monkeypatch):
+    """ppo_update, and what ppo_loss was asked in each minibatch: (steps, its further arguments)."""
+    asked, indices, loss, recall = [], [], trmrl.ppo_loss, agent.memory.recall
+    optimizer = trmrl.make_optimizer(agent, agent.config)
+    for group in optimizer.param_groups:
+        group["lr"] = group["rate"]
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.memory, "recall", lambda *args: indices.append(args[2]) or recall(*args))
+        patch.setattr(trmrl, "ppo_loss", lambda *args: asked.append(args[2:]) or loss(*args))
+        metrics = trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator().manual_seed(0))
+    return metrics, list(zip(indices, asked))
+
+
+@pytest.mark.parametrize("settings", [{}, {"separate_value": True, "tfixup": False}, {"agent": "rl2"}],
+                         ids=str)
+def test_adam_on_one_vector_is_pytorchs_on_each_parameter(settings, monkeypatch):
+    agent = awake(make_agent(2, 2, minibatch=80, epochs=3, lr=1e-3, value_lr=3e-3, max_grad_norm=0.3,
+                             **settings))
+    trials, twin = trmrl.collect(agent, PointMass(8), 2, True, 0), copy.deepcopy(agent)
+    metrics, minibatches = captured_update(agent, trials, monkeypatch)
+    value = list(twin.value.parameters())
+    rest = [p for p in twin.parameters() if all(p is not v for v in value)]
+    adam = torch.optim.Adam([{"params": rest}, {"params": value, "lr": 3e-3}], lr=1e-3, eps=1e-5)
+    norms = []
+    for index, args in minibatches:
+        e = twin.memory.recall(trials.memories, trials.start, index)
+        adam.zero_grad()
+        trmrl.ppo_loss(twin, e, *args)[0].backward()
+        norms.append(nn.utils.clip_grad_norm_(twin.parameters(), 0.3).item())
+        adam.step()
+    assert max(norms) > 0.3 and metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
+    for (name, a), b in zip(agent.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4, msg=name)
+
+
+def test_a_compiled_update_is_the_same_and_compiled_once(monkeypatch):
+    """By the compiler's front end alone: its back end takes half a minute. No break, no second graph."""
+    counters, compile = torch._dynamo.utils.counters, torch.compile
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager", fullgraph=True))
+    weights = []
+    for compiled in (False, True):
+        agent = awake(make_agent(2, 2, minibatch=80, epochs=2, compile=compiled))
+        optimizer, generator = trmrl.make_optimizer(agent, agent.config), torch.Generator().manual_seed(0)
+        for seed in (0, 1):                                               # two iterations
+            trials = trmrl.collect(agent, PointMass(8), 2, True, seed)
+            trmrl.ppo_update(agent, optimizer, trials, agent.config, generator)
+        weights.append(optimizer.param_groups[0]["params"][0])
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_where_nothing_compiles_it_is_said_in_one_line(tmp_path, monkeypatch):
+    def nothing(f):
+        raise RuntimeError("no compiler\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", nothing)
+    result = cli(*TINY, "--compile", "--run-dir", tmp_path / "run")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert "no compiler" in result.stderr and "leave it out" in result.stderr
 
 
 def test_observation_statistics_are_frozen_until_the_end_of_an_update():
@@ -1338,7 +1452,6 @@ BAD = [line.split() for line in """
     --d-model 15 --heads 3
     --resume /nowhere
     --sample
-    --shrink-std 0
     --memory 3
     --init-std inf
     --eval /nowhere --seed 3
@@ -1636,13 +1749,14 @@ def test_a_gradient_step_that_is_not_finite_is_skipped_and_counted(monkeypatch):
     optimizer = trmrl.make_optimizer(agent, agent.config)
     trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator())
     before = [p.clone() for p in agent.parameters()]
-    moments = [optimizer.state[p]["exp_avg"].clone() for p in agent.parameters()]
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
     with monkeypatch.context() as patch:
         patch.setattr(trmrl, "ppo_loss", poisoned(agent, 1))
         metrics = trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator())
     assert metrics["skipped"] == metrics["updates"] == 1 and all(math.isfinite(v) for v in metrics.values())
     assert all(torch.equal(a, b) for a, b in zip(before, agent.parameters()))
-    assert all(torch.equal(a, optimizer.state[p]["exp_avg"]) for a, p in zip(moments, agent.parameters()))
+    assert all(torch.equal(a, state["exp_avg"]) for a, state in zip(moments, optimizer.state.values()))
+    assert len(moments) == 2 and all(moment.any() for moment in moments)
     assert trmrl.ppo_update(agent, optimizer, trials, agent.config, torch.Generator())["skipped"] == 0
     assert not any(torch.equal(a, b) for a, b in zip(before, agent.parameters()))
 
@@ -1766,18 +1880,6 @@ def test_memory_stays_flat_over_300_iterations(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_the_policys_deviation_shrinks_evenly_beside_what_it_learns(tmp_path):
-    for factor in (1.0, 0.1):
-        config = trmrl.Config(**SMALL, env="points", num_tasks=4, minibatch=40, epochs=1, total_steps=5 * 160,
-                              init_std=0.5, lr=0.0, value_lr=0.0, shrink_std=factor,
-                              run_dir=str(tmp_path / str(factor)))
-        agent = trmrl.train(config, make_points)
-        std = [float(row["std"]) for row in csv_rows(tmp_path / str(factor) / "progress.csv")]
-        assert std == pytest.approx(0.5 * factor ** (np.arange(1, 6) / 5), rel=1e-4)   # before each trial
-        assert agent.log_std.exp().tolist() == pytest.approx([0.5 * factor] * 2, rel=1e-4)
-    assert trmrl.parse(["--shrink-std", "0.5"])[1].shrink_std == 0.5
-
-
 def test_any_config_trains_or_is_refused(tmp_path):
     rng, trained, refused = np.random.default_rng(0), 0, 0
     choices = dict(
@@ -1785,7 +1887,7 @@ def test_any_config_trains_or_is_refused(tmp_path):
         d_model=[12, 16, 2, 12, 3], d_ff=[1, 9, 40], tfixup=[True, False], keep_memory=[True, False],
         separate_value=[True, False], init_std=[0.01, 0.5, 3.0], gamma=[0.9, 0.0, 0.5, 1.0, 1.1],
         endless=[True, False], gae_lambda=[0.0, 0.5, 1.0], clip=[0.05, 0.5], epochs=[1, 3],
-        num_tasks=[1, 3, 8], shrink_std=[1.0, 0.2],
+        num_tasks=[1, 3, 8],
         minibatch=[40, 7, 20, 1, 161], lr=[0.0, 1e-3, 0.5], value_lr=[0.0, 1e-3], final_lr=[0.0, 1.0],
         max_grad_norm=[1e-3, 10.0], value_coef=[0.0, 0.5], entropy_coef=[0.0, 0.1], reward_scale=[1e-3, 0.0],
         episodes_per_trial=[1, 2, 3], eval_every=[1, 5], eval_tasks=[1, 3], eval_episodes=[1, 2],
@@ -2651,7 +2753,7 @@ def test_scaling_changes_one_size_at_a_time(tmp_path, monkeypatch):
         ("layers", 1), ("layers", 3), ("d_model", 64), ("d_model", 32), ("num_tasks", 20), ("num_tasks", 2)]
     assert [r["steps_per_second"] for r in rows] == [2000] * 5 + [200]      # 20 tasks x 2 x 200 steps in 4 s
     assert [(c.d_model, c.d_ff, layers, tasks) for c, layers, tasks in seen] == [
-        (64, 256, 1, 20), (64, 256, 3, 20), (32, 128, 1, 20), (64, 256, 1, 2)] * 2         # the preset once
+        (64, 256, 1, 40), (64, 256, 3, 40), (32, 128, 1, 40), (64, 256, 1, 4)] * 2         # the preset once
     monkeypatch.setattr(plots, "scaling", lambda device: rows)
     assert plots.main(["scaling", "--out", str(tmp_path)]) == 0
     written = csv_rows(tmp_path / "scaling.csv", without=())
@@ -2663,9 +2765,12 @@ def test_one_epoch_is_timed_and_stands_for_all(monkeypatch):
     monkeypatch.setattr(plots.time, "perf_counter", lambda: next(clock))
     epochs, update = [], trmrl.ppo_update
     monkeypatch.setattr(trmrl, "ppo_update", lambda *args: epochs.append(args[3].epochs) or update(*args))
-    agent = make_agent(2, 2, env="points", epochs=8, minibatch=20)
-    assert plots.iteration_seconds(agent.config, make_points("points", 2), agent) == (3.0, 16.0)
-    assert epochs == [1, 1]
+    agent = make_agent(2, 2, env="points", epochs=8, minibatch=20, num_tasks=2)
+    shapes, collect = [], trmrl.collect
+    monkeypatch.setattr(trmrl, "collect", lambda *args: shapes.append(args[1].num_envs) or collect(*args))
+    assert plots.iteration_seconds(agent.config, make_points("points", 4), agent) == (3.0, 16.0)
+    assert epochs == [1, 1] and shapes == [4, 4]                          # two episodes side by side
+    assert plots.collect(agent, make_points("points", 4)).reward.shape == (2, 40)
 
 
 def test_speeds_are_the_best_of_rounds_in_turn_until_it_is_late(monkeypatch):
@@ -2686,18 +2791,20 @@ def test_the_benchmark_divides_what_it_measured(monkeypatch):
     pytest.importorskip("resource")
     tiny, steps = dict(num_tasks=2, episodes_per_trial=1, minibatch=100, epochs=2), {}
     updates, update = [], trmrl.ppo_update
-    monkeypatch.setattr(trmrl, "ppo_update",
-                        lambda *args: updates.append(torch.get_num_threads()) or update(*args))
+    monkeypatch.setattr(trmrl, "ppo_update", lambda *args: updates.append(
+        "compiled" if args[3].compile else torch.get_num_threads()) or update(*args))
+    monkeypatch.setattr(torch, "compile", lambda f: f)                    # which takes half a minute
     speeds = {"raw physics": 40.0, "SyncVectorEnv": 10.0, "our tasks": 36.0, "raw physics, 2 threads": 80.0,
               "our tasks, 2 threads": 40.0, "collecting": 1.0, "bare network": 40.0, "our update": 2.0,
-              "end to end": 15.0, "end to end, 2 threads": 8.0}
+              "end to end": 15.0, "end to end, 2 threads": 8.0, "end to end, compiled": 18.0}
 
     def rates(works):
         for name, (work, count) in works.items():
             updates.clear()
             work()                                                        # each of them runs
             steps[name] = count
-            expected = {"our update": [1], "end to end": [1], "end to end, 2 threads": [2]}
+            expected = {"our update": [1], "end to end": [1], "end to end, 2 threads": [2],
+                        "end to end, compiled": ["compiled"]}
             assert updates == expected.get(name, [])
         return speeds
 
@@ -2718,6 +2825,7 @@ def test_the_benchmark_divides_what_it_measured(monkeypatch):
     assert found["our tasks / raw physics, 2 threads"] == 0.5
     assert found["our tasks / SyncVectorEnv, 2 threads"] == 4.0
     assert found["end to end / (raw physics and bare network in series)"] == pytest.approx(0.75)
+    assert found["end to end, compiled / (raw physics and bare network in series)"] == pytest.approx(0.9)
     assert found["end to end / 1,235 steps/s of an MLP PPO"] == 15.0 / 1235
     committed = [row["what"] for row in csv_rows(HERE / "results" / "benchmark.csv")]
     assert list(found) == committed
@@ -2728,6 +2836,9 @@ def test_the_benchmark_divides_what_it_measured(monkeypatch):
         few = [what for what, _, _ in plots.measure("halfcheetah_vel", "cpu", asked)]
         assert few == [what for what in committed if "threads" not in what]
         assert torch.get_num_threads() == (asked or len(cores))
+    monkeypatch.setattr(torch, "compile", None)                           # where it does not work
+    few = [what for what, _, _ in plots.measure("halfcheetah_vel", "cpu")]
+    assert few == [what for what in committed if "compiled" not in what]
 
 
 def test_the_benchmark_measures_with_the_threads_asked_for(tmp_path, monkeypatch):
@@ -2738,7 +2849,7 @@ def test_the_benchmark_measures_with_the_threads_asked_for(tmp_path, monkeypatch
     before = torch.get_num_threads()
     try:
         config, envs, agent = plots.preset("ant_dir", "cpu", threads=2)
-        assert torch.get_num_threads() == config.threads == 2 and envs.num_envs == config.num_tasks
+        assert torch.get_num_threads() == config.threads == 2 and envs.num_envs == 2 * config.num_tasks
     finally:
         torch.set_num_threads(before)
     work, steps = plots.bare_network(agent, config)

@@ -3,9 +3,7 @@
 An agent meets a task it has never seen and adapts within a few time steps, with frozen weights: a causal
 transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the
 current step to a Gaussian policy. PPO trains it over trials of several episodes; T-Fixup lets it do without
-layer normalisation and warm-up. The file follows the paper: tasks (App. B), working memory (Sec. 4.1),
-transformer and T-Fixup (Sec. 3.2, 3.3, 4.2, 4.3), agent, trials and PPO (Sec. 5.1), meta-testing (Sec. 5.2).
-"""
+layer normalisation and warm-up. The sections follow the paper and name the parts that they implement."""
 from __future__ import annotations
 
 import argparse
@@ -71,7 +69,6 @@ class Config:
     keep_memory: bool = flag(False, "keep the memory across the episodes of a trial")
     separate_value: bool = flag(False, "value head on the current state instead of the shared memory")
     init_std: float = flag(0.2, "initial standard deviation of the policy", 1e-3, 10)
-    shrink_std: float = flag(1.0, "over the run it is multiplied by this, beside what it learns", 1e-3, 1)
 
     gamma: float = flag(0.9, "discount", 0, 1)
     gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
@@ -87,6 +84,7 @@ class Config:
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
     blur: float = flag(0.0, "MetaWorld: in training the object is seen off by this (std, m)", 0, 10)
     reward_scale: float = flag(0.1, "rewards times this, for learning only; 0: learned", 0, 1e9)
+    compile: bool = flag(False, "compile the loss: half a minute at the start, then faster updates")
 
 # 2. Tasks (App. B) ----------------------------------------------------------------------------------------
 
@@ -157,8 +155,7 @@ class MujocoTasks(Tasks):
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
                           state=self.path, chunk_size=self.chunk)
         after = self.path[:, -1].copy()
-        # A simulation that diverges is put back to its start by MuJoCo, clock included: that is how we know.
-        # Its episode ends, as a terminal, in the last sound state.
+        # MuJoCo puts what diverged back to its start, clock included; we, to its last sound state, a terminal
         blown = ~(np.abs(after).max(axis=1) < 1e3) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
         after[blown] = before[blown]
         self.state = after
@@ -212,16 +209,16 @@ def metaworld_goals(env):
     finally:
         arm._reset_hand = slow
     classes = list(benchmark.train_classes)
-
     def rows(tasks):  # of 7: class, where the object starts and where it should go (3 or 6 numbers)
         goals = [[classes.index(x.env_name), *pickle.loads(x.data)["rand_vec"]] for x in tasks]
         return np.array([goal + [0.0] * (7 - len(goal)) for goal in goals]).reshape(len(classes), 50, 7)
-
     train = rows(benchmark.train_tasks)
     return classes, train, train if env == "ml45_train" else rows(benchmark.test_tasks)
 
 class MetaWorldTasks(Tasks):
-    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
+    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45).
+
+    Python environments, one stepped after the other: several processes (torchrun) make it faster."""
     # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
     blur = 0.0  # --blur, in training: seen elsewhere in each episode (std, m); for tasks without a use for it
 
@@ -258,7 +255,6 @@ class MetaWorldTasks(Tasks):
             self.shift[i, 4:7] = self.shift[i, 22:25] = self.np_random.normal(0.0, self.blur, 3)
 
     def advance(self, actions):
-        # One Python environment after the other: several processes (torchrun) make it faster.
         clock = np.array([arm.data.time for arm in self.arms])
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
         obs, reward, _, _, info = (np.array(x) for x in zip(*results))
@@ -288,9 +284,8 @@ def windows(memories, index, start, N, state_size):
     """What an agent remembers at some steps: N slots each, and which of them is the current one.
 
     Oldest first: the last memories (s, a, r, eta) of the episode, then the current (s, PAD, PAD, PAD), then
-    empty ones, which the causal mask hides, because they come last. PAD is zero. Every transition is stored
-    only once: memories (steps, width), task after task; index (M,) the steps; start (M,) the first step that
-    each of these remembers -> slots (M, N, width), current (M,)."""
+    empty ones, which the causal mask hides. PAD is zero. Each transition is stored once: memories (steps,
+    width), index (M,), start (M,): the first that each remembers -> slots (M, N, width), current (M,)."""
     current = (index - start).clamp(max=N - 1)
     slot = torch.arange(N, device=index.device)
     source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])  # empty: any row will do
@@ -307,7 +302,6 @@ def sinusoids(N, d):
 
 class Layer(nn.Module):
     """One refinement e^{l-1} -> e^l (Eq. 6): self-attention and a position-wise network, both residual."""
-
     def __init__(self, d, heads, d_ff, layer_norm):
         super().__init__()
         self.heads = heads
@@ -345,7 +339,6 @@ class Layer(nn.Module):
 
 class Transformer(nn.Module):
     """e^0 = phi_1 .. phi_N -> e^L: the episodic memory, refined layer by layer."""
-
     def __init__(self, layers, d, heads, d_ff, tfixup):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, d_ff, layer_norm=not tfixup) for _ in range(layers))
@@ -368,7 +361,6 @@ class Transformer(nn.Module):
 
 class Normalizer(nn.Module):
     """Running mean and variance of all that was seen, merged batch by batch (Chan et al.)."""
-
     def __init__(self, size):
         super().__init__()
         self.register_buffer("mean", torch.zeros(size))
@@ -398,7 +390,6 @@ def mlp(sizes, output_scale):
 
 class EpisodicMemory(nn.Module):
     """TrMRL's memory: a queue of working memories, embedded by phi, refined by the transformer."""
-
     def __init__(self, config, state_size, width):
         super().__init__()
         self.config, self.state_size, self.width, d = config, state_size, width, config.d_model
@@ -443,7 +434,6 @@ class EpisodicMemory(nn.Module):
 
 class RecurrentMemory(nn.Module):
     """RL^2 (Duan et al. 2016): a GRU over (s_t, a_{t-1}, r_{t-1}, eta_{t-1}) that lives through the trial."""
-
     def __init__(self, config, state_size, width):
         super().__init__()
         self.state_size, self.rest = state_size, width - state_size
@@ -472,7 +462,6 @@ def state_size(config, envs):
 
 class Agent(nn.Module):
     """To use one: `reset`, then `act` and `observe` in turn (Algorithm 1), NumPy in and out."""
-
     def __init__(self, config: Config, state_size, action_low, action_high):
         super().__init__()
         self.config, self.state_size, A, d = config, state_size, len(action_low), config.d_model
@@ -494,7 +483,7 @@ class Agent(nn.Module):
     def log_prob(self, mean, action):
         """Of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
         z = (action - mean) * (-self.log_std).exp()
-        return -(0.5 * z ** 2 + self.log_std + 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+        return -0.5 * z.square().sum(dim=-1) - (self.log_std + 0.5 * math.log(2 * math.pi)).sum()
 
     def entropy(self):
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
@@ -510,9 +499,8 @@ class Agent(nn.Module):
 
     def observe(self, action, reward, terminated):
         """Completes the working memory of this step; who is `terminated`, also by the clock, starts anew."""
-        # The next `act` takes it along to the device: one transfer per step.
         row = (np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated))
-        self.pending = np.concatenate(list(row), axis=1)
+        self.pending = np.concatenate(list(row), axis=1)    # the next `act` takes it along: one transfer
 
     @torch.no_grad()
     def step(self, obs, sample):
@@ -557,41 +545,42 @@ class Trials:
 
 @torch.no_grad()
 def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
-    """Trials of `episodes` times the family's episode length.
+    """Trials of `episodes` times the family's episode length, of the tasks of `envs` or of those given.
 
-    Whoever falls begins its next episode at once, so a trial with falls has more and shorter episodes, and no
-    task ever waits. Memory, GAE and statistics only ask where an episode began."""
-    device, B, T = agent.log_std.device, envs.num_envs, episodes * envs.episode_length
+    Where `envs` has room for several of each task, so many of its episodes run side by side and are then put
+    in a row: where memories end with the episode this is the same, and faster. Whoever falls begins its next
+    episode at once, so a trial with falls has more and shorter ones, and no task waits."""
+    tasks, device = envs.tasks if tasks is None else tasks, agent.log_std.device
+    side_by_side, T = envs.num_envs // len(tasks), episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
-    agent.reset(B, torch.Generator(device).manual_seed(torch_seed))
-    obs, _ = envs.reset(seed=env_seed, options={} if tasks is None else {"tasks": tasks})
-    episode = begun = np.zeros(B, dtype=int)
-    lives_on = agent.config.keep_memory or agent.config.agent == "rl2"
+    agent.reset(envs.num_envs, torch.Generator(device).manual_seed(torch_seed))
+    obs, _ = envs.reset(seed=env_seed, options={"tasks": np.repeat(tasks, side_by_side, axis=0)})
     thoughts, events, infos, threads = [], [], [], torch.get_num_threads()
     torch.set_num_threads(1)                               # idle, PyTorch's others would hold up the physics
-    for t in range(T):
+    while len(events) < T // side_by_side:
+        if events and done.any():
+            obs, _ = envs.reset(options={"reset_mask": done})
         if agent.config.agent == "oracle":
             obs = np.concatenate([obs, envs.tasks], axis=1, dtype=np.float32)
         action, mean, e, state = agent.step(obs, sample)
         sent = action.cpu().numpy()
-        next_obs, reward, terminated, truncated, info = envs.step(sent)
+        seen, (obs, reward, terminated, truncated, info) = obs, envs.step(sent)
         done = terminated | truncated
         agent.observe(sent, reward, done)
         thoughts.append((action, mean, e, state))
-        events.append((obs, reward.astype(np.float32), terminated, done, episode, begun))
+        events.append((seen, reward.astype(np.float32), terminated, done))
         infos.append(info)
-        obs, episode = next_obs, episode + done
-        begun = begun if lives_on else np.where(done, t + 1, begun)
-        if done.any() and t + 1 < T:
-            obs, _ = envs.reset(options={"reset_mask": done})
     torch.set_num_threads(threads)
-    action, mean, e, state = (torch.stack(x, dim=1) for x in zip(*thoughts))
-    obs, reward, terminated, done, episode, begun = (np.stack(x, axis=1) for x in zip(*events))
+    done[:] = True                                         # here ends what ran side by side
+    action, mean, e, state = (torch.stack(x, 1).reshape(-1, T, x[0].shape[1]) for x in zip(*thoughts))
+    obs, reward, terminated, done = (np.stack(x, 1).reshape(-1, T, *x[0].shape[1:]) for x in zip(*events))
+    forgets = done & (not agent.config.keep_memory and agent.config.agent != "rl2")
+    start = np.maximum.accumulate(np.roll(forgets, 1, axis=1) * np.arange(T), axis=1)
     reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
     memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
     return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
-                  torch.as_tensor(begun).to(device), obs, reward, terminated, episode,
-                  {key: np.stack([info[key] for info in infos], axis=1)
+                  torch.as_tensor(start).to(device), obs, reward, terminated, done.cumsum(axis=1) - done,
+                  {key: np.stack([info[key] for info in infos], 1).reshape(-1, T)
                    for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
 
 # Several processes (torchrun): each collects its share of the tasks, then all have all trials, each computes
@@ -611,21 +600,17 @@ def gather(trials):
         return trials
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [x.cpu() if torch.is_tensor(x) else x for x in vars(trials).values()])
-
     def join(parts):
         if isinstance(parts[0], dict):
             return {key: join([part[key] for part in parts]) for key in parts[0]}
         return torch.cat(parts).to(trials.logp.device) if torch.is_tensor(parts[0]) else np.concatenate(parts)
-
     return Trials(*map(join, zip(*everyone)))
 
-def average(tensors):
-    """In place, over all processes, in one message."""
+def average(x):
+    """In place, over all processes."""
     if dist.is_initialized():
-        flat = torch.cat([x.flatten() for x in tensors])
-        dist.all_reduce(flat)
-        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
-            x.copy_(total.view_as(x) / dist.get_world_size())
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
 
 # 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
 
@@ -652,17 +637,25 @@ def ppo_loss(agent, e, state, action, logp_old, advantage, target, config):
     ratio = log_ratio.exp()                                               # (M,)
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-    value_loss, entropy = (value - target).square().mean(), agent.entropy()
+    value_loss, entropy = F.mse_loss(value, target), agent.entropy()
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     with torch.no_grad():
         approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
     return loss, (policy_loss, value_loss, entropy, approx_kl, clip_fraction)
 
 def make_optimizer(agent, config):
-    rest = [p for name, p in agent.named_parameters() if not name.startswith("value.")]
-    groups = [{"params": rest, "rate": config.lr},
-              {"params": agent.value.parameters(), "rate": config.value_lr}]
-    return torch.optim.Adam(groups, lr=config.lr, eps=1e-5, fused=True)
+    """Adam on one long vector, whose views all parameters become: a few calls instead of hundreds."""
+    parameters, tail = list(agent.parameters()), -sum(p.numel() for p in agent.value.parameters())
+    vector = torch.cat([p.detach().flatten() for p in parameters])
+    gradient, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
+    for p, part, grad in zip(parameters, vector.split(sizes), gradient.split(sizes)):
+        p.data, p.grad = part.view_as(p), grad.view_as(p)
+    rest, value = vector[:tail], vector[tail:]             # its own rate for the value head, which is last
+    rest.grad, value.grad = gradient[:tail], gradient[tail:]
+    groups = [{"params": [rest], "rate": config.lr}, {"params": [value], "rate": config.value_lr}]
+    optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    optimizer.gradient = gradient                          # of all in one, like the vector
+    return optimizer
 
 def ppo_update(agent, optimizer, trials, config, generator):
     """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
@@ -682,28 +675,30 @@ def ppo_update(agent, optimizer, trials, config, generator):
     logp, advantage = trials.logp.flatten(), advantage.flatten()
     unit = T if config.agent == "rl2" else 1                              # RL^2 learns from whole trials
     size, within = max(1, config.minibatch // unit), torch.arange(unit, device=device)
-    parameters, (rank, world) = list(agent.parameters()), processes()
+    gradient, (rank, world) = optimizer.gradient, processes()
     totals, count = torch.zeros(len(METRICS) + 1, device=device), 0
+    def loss_of(index, mean, std):                                        # (M,) steps; of their advantages
+        e = agent.memory.recall(trials.memories, trials.start, index)
+        return ppo_loss(agent, e, state[index], action[index], logp[index],
+                        (advantage[index] - mean) / (std + 1e-8), target[index], config)
+    loss_of = torch.compile(loss_of) if config.compile else loss_of
     for _ in range(config.epochs):
         order = torch.randperm(B * T // unit, generator=generator, device=device)
         for chosen in order.split(size)[:len(order) // size]:             # less an odd rest
             steps = unit * chosen[:, None] + within                       # (size, unit)
-            index = steps[rank::world].flatten()                          # (M,): the share of this process
-            mean, std = advantage[steps].mean(), advantage[steps].std()
-            e = agent.memory.recall(trials.memories, trials.start, index)
-            loss, log = ppo_loss(agent, e, state[index], action[index], logp[index],
-                                 (advantage[index] - mean) / (std + 1e-8), target[index], config)
-            optimizer.zero_grad()
+            std, mean = torch.std_mean(advantage[steps])
+            loss, log = loss_of(steps[rank::world].flatten(), mean, std)  # the share of this process
+            gradient.zero_()
             loss.backward()
-            log = torch.stack([*log, loss]).detach()
-            average([log, *(p.grad for p in parameters)])
-            norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-            skip = (~torch.isfinite(norm + log[-1])).float()
-            optimizer.found_inf = skip                                    # fused Adam then changes nothing,
+            average(gradient)
+            norm = gradient.norm()
+            gradient *= (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            optimizer.found_inf = skip = (~torch.isfinite(norm)).float()  # fused Adam then changes nothing,
             if device.type != "mps" or not skip:                          # but on mps it does not look at it
                 optimizer.step()
-            totals += torch.cat([log[:-1], norm[None], skip[None]]).nan_to_num(0.0, 0.0, 0.0)
+            totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
             count += 1
+    average(totals)
     agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
     *sums, skipped = totals.tolist()
     return dict(zip(METRICS, (x / count for x in sums)), updates=count, skipped=int(skipped))
@@ -735,7 +730,6 @@ def table(returns, success, tasks, classes=()):
     """What --eval prints: a line per episode, over all tasks; for several classes, then one per class."""
     def extreme(r, i):
         return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
-
     rows = [["episode", "return", "95 % interval", "worst", "best", "success"]]
     for k, r in enumerate(returns.T):
         rows.append([str(k + 1), f"{r.mean():.1f}", "{:.1f} to {:.1f}".format(*bootstrap(r)),
@@ -801,7 +795,6 @@ def load_agent(path, device="cpu") -> Agent:
 
 class Run:
     """All that changes in the course of a run, and its folder; of several processes only the first writes."""
-
     def __init__(self, folder, agent, content=None):
         self.folder, self.agent, self.config = Path(folder), agent, agent.config
         self.optimizer, self.writes = make_optimizer(agent, agent.config), processes()[0] == 0
@@ -814,9 +807,9 @@ class Run:
             self.csv = {name: str(content["csv"][name]) for name in self.csv}
             if self.iteration < 0:
                 raise ValueError("a negative iteration")
-            for p in agent.parameters() if self.iteration else ():  # fused Adam writes without a look
-                for moment in (self.optimizer.state[p]["exp_avg"], self.optimizer.state[p]["exp_avg_sq"]):
-                    if moment.shape != p.shape or moment.layout != torch.strided:
+            for x in [group["params"][0] for group in self.optimizer.param_groups] if self.iteration else ():
+                for moment in (self.optimizer.state[x]["exp_avg"], self.optimizer.state[x]["exp_avg_sq"]):
+                    if moment.shape != x.shape or moment.layout != torch.strided:   # fused Adam does not look
                         raise ValueError("an optimizer of another size")
         self.snapshot()
 
@@ -861,6 +854,12 @@ def set_threads(threads):
     """Of the network and, since the tasks ask PyTorch for the number, of the physics; 0: all cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(threads or cores)
+
+def check_compiler(device):
+    try:
+        torch.compile(torch.sin)(torch.ones(2, device=device))
+    except Exception as error:                             # whatever this machine lacks for it
+        raise UserError(f"--compile does not work here ({str(error)[:100]!r}); leave it out") from None
 
 def check(config):
     """Refuse what cannot work, before anything starts."""
@@ -910,7 +909,10 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     set_threads(config.threads)
     config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
     rank, world = processes(config.device)
-    envs = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
+    if config.compile:
+        check_compiler(config.device)
+    side_by_side = 1 if config.keep_memory or config.agent == "rl2" else config.episodes_per_trial
+    envs = make_tasks(config.env, side_by_side * max(1, config.num_tasks // world), config.seed, "train")
     if config.blur:                                        # the tests have none
         envs.unwrapped.blur = config.blur
     tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
@@ -963,8 +965,7 @@ def iterate(run, envs, tests, last, batch):
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
     ours, shared = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
                  for rank in (processes()[0], 0))          # of this process, and common to all
-    agent.log_std.data += math.log(config.shrink_std) / last
-    tasks = envs.sample_tasks(np.random.default_rng(ours[0]))
+    tasks = envs.sample_tasks(np.random.default_rng(ours[0]))[:config.num_tasks // processes()[1]]
     trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
     trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
@@ -1071,7 +1072,6 @@ def main(argv=None):
         signal.signal(signal.SIGINT, signal.SIG_DFL)       # a second Ctrl-C ends at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise SystemExit(128 + number)
-
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     try:
