@@ -599,13 +599,14 @@ def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
 
 # ---- how fast --------------------------------------------------------------------------------------------
 
-def rates(works, seconds=0.5, rounds=12, deadline=85.0):
+def rates(works, seconds=0.5, rounds=12, deadline=95.0):
     """{name: (work, steps)} -> {name: environment steps per second}, the best round; late: fewer rounds.
 
     All in turn, round by round: whoever else uses the machine now and then slows some rounds of each."""
     speeds, began = dict.fromkeys(works, 0.0), time.perf_counter()
     for work, _ in works.values():
-        work()                                             # to warm up
+        work()                                             # to warm up, and to compile
+    warm = time.perf_counter()
     for done in range(1, rounds + 1):
         for name, (work, steps) in works.items():
             calls, start = 0, time.perf_counter()
@@ -613,7 +614,7 @@ def rates(works, seconds=0.5, rounds=12, deadline=85.0):
                 work()
                 calls += 1
             speeds[name] = max(speeds[name], calls * steps / (now - start))
-        if (time.perf_counter() - began) * (done + 1) / done > deadline:
+        if (now := time.perf_counter()) - began + (now - warm) / done > deadline:
             break                                          # another round would come too late
     return speeds
 
@@ -667,18 +668,21 @@ def bare_network(agent, config):
 
 
 def first_iteration(config):
-    """Seconds from typing the command to the end of its first iteration, and of `import trmrl` itself."""
+    """Seconds from typing the command to the end of its first iteration, peak MB, seconds of the import."""
+    import resource                                        # not on Windows
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         subprocess.run([sys.executable, trmrl.__file__, "--env", config.env, "--device", config.device,
                         "--threads", str(config.threads), "--total-steps", "1", "--final-episodes", "1",
                         "--run-dir", f"{folder}/run"], check=True, capture_output=True)
         whole = time.perf_counter() - began
+    kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / kilo
     libraries = "import gymnasium, mujoco.rollout, time, torch"
     code = f"{libraries}; t = time.time(); import trmrl; print(time.time() - t)"
     imported = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
                               cwd=Path(trmrl.__file__).parent).stdout
-    return whole, float(imported)
+    return whole, peak, float(imported)
 
 
 def preset(env, device, **changes):
@@ -700,10 +704,10 @@ def collect(agent, envs):
 
 def measure(env, device, threads=None):
     """[(what, value, unit)] of the default preset."""
-    import resource                                        # not on Windows
     all_cores = preset(env, device, threads=0)[1]          # the same tasks, by all cores
     count = torch.get_num_threads()
     config, envs, agent = preset(env, device, **({} if threads is None else {"threads": threads}))
+    whole, peak, imported = first_iteration(config)        # before a compiler is a child, too
     body = {"halfcheetah_vel": "HalfCheetah-v5", "ant_dir": "Ant-v5"}[env]
     sync = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(body)] * envs.num_envs)
     batch, generator = envs.num_envs * envs.episode_length, torch.Generator(config.device)
@@ -742,11 +746,9 @@ def measure(env, device, threads=None):
     for name in [name for name in ("end to end", "end to end, compiled") if name in speeds]:
         ratios[f"{name} / (raw physics and bare network in series)"] = speeds[name] / series
     ratios["end to end / 1,235 steps/s of an MLP PPO"] = speeds["end to end"] / 1235
-    whole, imported = first_iteration(config)
-    kilo = 2**20 if sys.platform == "darwin" else 1024     # macOS counts memory in bytes, Linux in KB
     return [*((what, value, "steps/s") for what, value in speeds.items()),
             *((what, value, "") for what, value in ratios.items()),
-            ("peak memory", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / kilo, "MB"),
+            ("peak memory", peak, "MB"),
             ("import trmrl, beyond its libraries", imported, "s"),
             ("first iteration, with start and meta-test", whole, "s")]
 

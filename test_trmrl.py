@@ -78,7 +78,7 @@ class Falling(PointMass):
 
     def advance(self, actions):
         reward, _, info = super().advance(actions)
-        return reward, self.np_random.random(self.num_envs) < 0.1, info
+        return reward, self.np_random.random(self.num_envs) < 0.1, {**info, "success": reward > -1}
 
 
 def make_agent(state_size=3, actions=2, **settings):
@@ -997,22 +997,35 @@ def test_side_by_side_every_step_belongs_to_its_task_and_remembers_its_own_episo
     goal = np.concatenate([np.cos(tasks), np.sin(tasks)], axis=1)[:, None]
     x = trials.obs + 0.25 * trials.action.clamp(-1, 1).numpy()
     np.testing.assert_allclose(trials.reward, -np.linalg.norm(x - goal, axis=-1), atol=1e-5)
+    np.testing.assert_array_equal(trials.info["success"], trials.reward > -1)
     assert trials.terminated.any() and not np.array_equal(trials.action[:, :20], trials.action[:, 20:])
-    for b in range(5):
-        begun, episode = 0, 0
-        for t in range(40):
+    returns, success = trials.returns(2)
+    for b, lane in itertools.product(range(5), range(2)):
+        begun, episode, total = 20 * lane, lane, 0.0
+        for t in range(20 * lane, 20 * lane + 20):
             assert trials.start[b, t] == begun and trials.episode[b, t] == episode
+            total += trials.reward[b, t] * (episode == lane)              # of its first episode, a whole one
             if t == begun:
                 assert (trials.obs[b, t] == 0).all()                      # back at the start
-            if trials.terminated[b, t] or t - begun == 19 or t == 19:     # where the second of them begins
-                begun, episode = t + 1, episode + 1
+            if trials.terminated[b, t]:
+                begun, episode = t + 1, episode + 2
+        assert returns[b, lane] == pytest.approx(total, abs=1e-4) and success[b, lane] in (0, 1)
     e = agent.memory.recall(trials.memories, trials.start, torch.arange(200))
     logp = agent.log_prob(agent.policy(e), trials.action.flatten(0, 1))
     torch.testing.assert_close(logp, trials.logp.flatten(), atol=1e-4, rtol=0)
 
 
+class Spread(PointMass):
+    """Its tasks are spread over the circle: only all of them together are a fair sample."""
+
+    def sample_tasks(self, rng):
+        n = self.num_envs
+        return 2 * np.pi * (np.arange(n)[:, None] + rng.random((n, 1))) / n
+
+
 @pytest.mark.parametrize("settings, envs", [
-    ({}, 18), ({"agent": "oracle"}, 18), ({"keep_memory": True}, 6), ({"agent": "rl2"}, 6)], ids=str)
+    ({}, 18), ({"agent": "oracle"}, 18), ({"keep_memory": True}, 6), ({"agent": "rl2"}, 6),
+    ({"env": "ml_arms"}, 6)], ids=str)
 def test_episodes_run_side_by_side_where_memories_end_with_them(settings, envs, tmp_path, monkeypatch):
     shapes, update = [], trmrl.ppo_update
     monkeypatch.setattr(trmrl, "ppo_update", lambda agent, optimizer, trials, *rest: shapes.append(
@@ -1020,15 +1033,16 @@ def test_episodes_run_side_by_side_where_memories_end_with_them(settings, envs, 
     made = {}
 
     def make(env, num_tasks, seed=0, split="train"):
-        made[split] = PointMass(num_tasks, seed, split)
+        made[split] = Spread(num_tasks, seed, split)
         return made[split]
 
-    config = trmrl.Config(**SMALL, env="points", num_tasks=6, episodes_per_trial=3, total_steps=1,
-                          minibatch=60, epochs=1, run_dir=str(tmp_path / "run"), **settings)
+    config = trmrl.Config(**{**SMALL, "env": "points", **settings}, num_tasks=6, episodes_per_trial=3,
+                          total_steps=1, minibatch=60, epochs=1, run_dir=str(tmp_path / "run"))
     trmrl.train(config, make)
     assert made["train"].num_envs == envs and made["test"].num_envs == 2 and shapes == [(6, 60)]
     tasks = made["train"].tasks.reshape(6, envs // 6)
-    assert len(np.unique(tasks)) == 6 and (tasks == tasks[:, :1]).all()
+    assert (tasks == tasks[:, :1]).all()
+    assert (tasks[:, 0] // (np.pi / 3)).tolist() == [*range(6)]           # the whole circle
 
 
 @pytest.mark.parametrize("settings", [
@@ -1119,7 +1133,7 @@ def test_a_compiled_update_is_the_same_and_compiled_once(monkeypatch):
         for seed in (0, 1):                                               # two iterations
             trials = trmrl.collect(agent, PointMass(8), 2, True, seed)
             trmrl.ppo_update(agent, optimizer, trials, agent.config, generator)
-        weights.append(optimizer.param_groups[0]["params"][0])
+        weights.append(torch.cat([group["params"][0] for group in optimizer.param_groups]))
     torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -1132,6 +1146,11 @@ def test_where_nothing_compiles_it_is_said_in_one_line(tmp_path, monkeypatch):
     result = cli(*TINY, "--compile", "--run-dir", tmp_path / "run")
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
     assert "no compiler" in result.stderr and "leave it out" in result.stderr
+    monkeypatch.setattr(torch, "compile", lambda f: f)
+    assert cli(*TINY, "--compile", "--total-steps", 1, "--run-dir", tmp_path / "run").returncode == 0
+    monkeypatch.setattr(torch, "compile", nothing)                        # the run moves to another machine
+    assert cli("--resume", tmp_path / "run").returncode == 2
+    assert cli("--resume", tmp_path / "run", "--no-compile").returncode == 0
 
 
 def test_observation_statistics_are_frozen_until_the_end_of_an_update():
@@ -1215,7 +1234,7 @@ def test_acting_and_updating_stay_on_one_device(settings, monkeypatch):
         trials = trmrl.Trials(on(4, 5, 7), on(4, 5, 2), on(4, 5), on(4, 5), on(4, 5, dtype=torch.long),
                               np.zeros((4, 5, 3), np.float32), np.zeros((4, 5)), np.zeros((4, 5)), None, {})
         trmrl.ppo_update(agent, optimizer, trials, agent.config, None)
-    assert all(p.grad is not None and p.grad.device.type == "meta" for p in agent.parameters())
+    assert optimizer.gradient.device.type == "meta"
     assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"meta"}
     assert [torch.device(d).type for d in draws] == ["meta"] * 4
 
@@ -1838,6 +1857,9 @@ def test_a_hostile_or_foreign_file_is_refused_in_one_line(kind, short_run, tmp_p
     lambda c: c.pop("optimizer"),
     lambda c: c.update(optimizer=5),
     lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)),
+    lambda c: c["optimizer"]["state"][1].update(
+        exp_avg_sq=torch.zeros(1).expand_as(c["optimizer"]["state"][1]["exp_avg"])),   # of one number
+    lambda c: c["optimizer"]["state"][0].update(step=torch.zeros(0)),
     lambda c: c["optimizer"]["state"].pop(0),
     lambda c: c.update(iteration=-1),
     lambda c: c.update(iteration="two"),
@@ -2782,9 +2804,22 @@ def test_speeds_are_the_best_of_rounds_in_turn_until_it_is_late(monkeypatch):
         found = plots.rates(works, seconds=1.0, rounds=3, deadline=deadline)
         assert calls == ["a", "b"] + rounds * ["a", "a", "b", "b"]        # the first two to warm up
         assert found == pytest.approx({"a": 2 * 12 / 1.2, "b": 2 * 24 / 1.2})
-    times = iter([0.0, *(0.0, 0.5, 2.0), 2.0, *(5.0, 5.5, 6.0), 6.0])     # a call in 2 s, then one in 1 s
+    times = iter([0.0, 0.0, *(0.0, 0.5, 2.0), 2.0, *(5.0, 5.5, 6.0), 6.0])   # a call in 2 s, then one in 1 s
     monkeypatch.setattr(plots.time, "perf_counter", lambda: next(times))
     assert plots.rates({"a": (lambda: None, 12)}, seconds=1.0, rounds=2) == {"a": 12.0}
+
+
+def test_a_slow_start_leaves_time_for_rounds(monkeypatch):
+    """Compiling comes before the first round, and counts once, not once a round."""
+    now, calls = [0.0], []
+
+    def work():
+        now[0] += 1.0 if calls else 30.0
+        calls.append(now[0])
+
+    monkeypatch.setattr(plots.time, "perf_counter", lambda: now[0])
+    assert plots.rates({"a": (work, 12)}, seconds=1.0, rounds=99, deadline=40.0) == {"a": 12.0}
+    assert len(calls) == 1 + 10 and now[0] <= 40.0
 
 
 def test_the_benchmark_divides_what_it_measured(monkeypatch):
@@ -2810,7 +2845,7 @@ def test_the_benchmark_divides_what_it_measured(monkeypatch):
 
     monkeypatch.setattr(trmrl, "PRESETS", {"halfcheetah_vel": {"default": tiny}})
     monkeypatch.setattr(plots, "rates", rates)
-    monkeypatch.setattr(plots, "first_iteration", lambda config: (6.0, 0.1))
+    monkeypatch.setattr(plots, "first_iteration", lambda config: (6.0, 400.0, 0.1))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     threads, stepping, raw_physics = [], plots.stepping, plots.raw_physics
     for name, make in (("stepping", stepping), ("raw_physics", raw_physics)):
@@ -2827,6 +2862,7 @@ def test_the_benchmark_divides_what_it_measured(monkeypatch):
     assert found["end to end / (raw physics and bare network in series)"] == pytest.approx(0.75)
     assert found["end to end, compiled / (raw physics and bare network in series)"] == pytest.approx(0.9)
     assert found["end to end / 1,235 steps/s of an MLP PPO"] == 15.0 / 1235
+    assert found["peak memory"] == 400 and found["first iteration, with start and meta-test"] == 6
     committed = [row["what"] for row in csv_rows(HERE / "results" / "benchmark.csv")]
     assert list(found) == committed
     monkeypatch.setattr(plots, "rates", lambda works: dict.fromkeys(works, 1.0))

@@ -216,9 +216,7 @@ def metaworld_goals(env):
     return classes, train, train if env == "ml45_train" else rows(benchmark.test_tasks)
 
 class MetaWorldTasks(Tasks):
-    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45).
-
-    Python environments, one stepped after the other: several processes (torchrun) make it faster."""
+    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
     # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
     blur = 0.0  # --blur, in training: seen elsewhere in each episode (std, m); for tasks without a use for it
 
@@ -256,6 +254,7 @@ class MetaWorldTasks(Tasks):
 
     def advance(self, actions):
         clock = np.array([arm.data.time for arm in self.arms])
+        # One Python environment after the other: several processes (torchrun) make it faster.
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
         obs, reward, _, _, info = (np.array(x) for x in zip(*results))
         went = np.array([arm.data.time for arm in self.arms]) > clock
@@ -268,7 +267,6 @@ class MetaWorldTasks(Tasks):
         return self.obs + self.shift
 
 FAMILIES = {"halfcheetah_vel": HalfCheetahVel, "ant_dir": AntDir}
-ENVS = f"{', '.join(FAMILIES)}, ml1_<task> (ml1_reach, ml1_push, ...), ml45_train"
 
 def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
     """`num_tasks` tasks of a family: drawn with `seed` (train), or fixed whatever the seed (test, ood)."""
@@ -276,7 +274,7 @@ def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
         return FAMILIES[env](num_tasks, seed, split)
     if env == "ml45_train" or env.startswith("ml1_"):
         return MetaWorldTasks(env, num_tasks, seed, split)
-    raise UserError(f"unknown env {env!r}; there are: {ENVS}")
+    raise UserError(f"unknown env {env!r}; there are: {', '.join(FAMILIES)}, ml1_reach, ml1_..., ml45_train")
 
 # 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1) --------------------------------
 
@@ -464,8 +462,8 @@ class Agent(nn.Module):
     """To use one: `reset`, then `act` and `observe` in turn (Algorithm 1), NumPy in and out."""
     def __init__(self, config: Config, state_size, action_low, action_high):
         super().__init__()
-        self.config, self.state_size, A, d = config, state_size, len(action_low), config.d_model
-        self.trained_steps = 0
+        self.config, self.state_size, self.trained_steps = config, state_size, 0
+        A, d = len(action_low), config.d_model
         self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))
         self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))
         self.normalizer = Normalizer(state_size)
@@ -547,9 +545,9 @@ class Trials:
 def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length, of the tasks of `envs` or of those given.
 
-    Where `envs` has room for several of each task, so many of its episodes run side by side and are then put
-    in a row: where memories end with the episode this is the same, and faster. Whoever falls begins its next
-    episode at once, so a trial with falls has more and shorter ones, and no task waits."""
+    Has `envs` room for `episodes` of each task, they run side by side and are then put in a row: faster, and
+    the same where memories end with the episode. Whoever falls begins its next episode at once, so a trial
+    with falls has more and shorter ones, and no task waits."""
     tasks, device = envs.tasks if tasks is None else tasks, agent.log_std.device
     side_by_side, T = envs.num_envs // len(tasks), episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
@@ -576,10 +574,12 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     obs, reward, terminated, done = (np.stack(x, 1).reshape(-1, T, *x[0].shape[1:]) for x in zip(*events))
     forgets = done & (not agent.config.keep_memory and agent.config.agent != "rl2")
     start = np.maximum.accumulate(np.roll(forgets, 1, axis=1) * np.arange(T), axis=1)
+    ends, lane = done.reshape(envs.num_envs, -1), np.arange(envs.num_envs)[:, None] % side_by_side
+    episode = (ends.cumsum(axis=1) - ends) * side_by_side + lane          # the first of all that ran, then on
     reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
     memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
     return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
-                  torch.as_tensor(start).to(device), obs, reward, terminated, done.cumsum(axis=1) - done,
+                  torch.as_tensor(start).to(device), obs, reward, terminated, episode.reshape(-1, T),
                   {key: np.stack([info[key] for info in infos], 1).reshape(-1, T)
                    for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
 
@@ -653,7 +653,7 @@ def make_optimizer(agent, config):
     rest, value = vector[:tail], vector[tail:]             # its own rate for the value head, which is last
     rest.grad, value.grad = gradient[:tail], gradient[tail:]
     groups = [{"params": [rest], "rate": config.lr}, {"params": [value], "rate": config.value_lr}]
-    optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(groups, config.lr, eps=1e-5, fused=True)
     optimizer.gradient = gradient                          # of all in one, like the vector
     return optimizer
 
@@ -713,9 +713,8 @@ def meta_test(agent, envs, episodes, sample=False):
 
 def bootstrap(values, resamples=2000):
     """95 % percentile bootstrap interval of the mean of `values` (n,)."""
-    values = np.asarray(values, dtype=float)
     draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
-    return np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return np.quantile(np.asarray(values)[draws].mean(axis=1), [0.025, 0.975])
 
 def score(returns, success):
     return f"{returns.mean():.1f}" + ("" if np.isnan(success).any() else f" ({success.mean():.0%})")
@@ -776,11 +775,9 @@ def load(path, kind):
         check(config)
         if not all(x.is_floating_point() and x.layout == torch.strided for x in weights.values()):
             raise ValueError("weights that are no numbers")
-        mean, low, high = (weights[k] for k in ("normalizer.mean", "action_low", "action_high"))
-        if low.shape != high.shape:
-            raise ValueError("action bounds of two sizes")
+        mean, low = weights["normalizer.mean"], weights["action_low"]
         with torch.device("meta"):                         # no memory of its own: a forged size costs nothing
-            agent = Agent(config, len(mean), low, high)
+            agent = Agent(config, len(mean), low, low)     # of these sizes must be all that it now gets
         agent.load_state_dict({name: x.float() for name, x in weights.items()}, assign=True)
         agent.trained_steps = int(content["step"])
     except Exception as error:                             # whatever a damaged or foreign file provokes
@@ -807,10 +804,11 @@ class Run:
             self.csv = {name: str(content["csv"][name]) for name in self.csv}
             if self.iteration < 0:
                 raise ValueError("a negative iteration")
-            for x in [group["params"][0] for group in self.optimizer.param_groups] if self.iteration else ():
-                for moment in (self.optimizer.state[x]["exp_avg"], self.optimizer.state[x]["exp_avg_sq"]):
-                    if moment.shape != x.shape or moment.layout != torch.strided:   # fused Adam does not look
-                        raise ValueError("an optimizer of another size")
+            for group in self.optimizer.param_groups if self.iteration else ():
+                (x,), state = group["params"], self.optimizer.state[group["params"][0]]
+                if any(state[k].shape != x.shape or not state[k].is_contiguous()  # fused Adam does not look
+                       for k in ("exp_avg", "exp_avg_sq")) or float(state["step"]) < 0:
+                    raise ValueError("an optimizer of another size")
         self.snapshot()
 
     def add_rows(self, name, rows):
@@ -911,8 +909,10 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     rank, world = processes(config.device)
     if config.compile:
         check_compiler(config.device)
-    side_by_side = 1 if config.keep_memory or config.agent == "rl2" else config.episodes_per_trial
-    envs = make_tasks(config.env, side_by_side * max(1, config.num_tasks // world), config.seed, "train")
+    sampler = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
+    in_a_row = config.keep_memory or config.agent == "rl2" or config.env.startswith("ml")   # arms take memory
+    room = sampler.num_envs * (1 if in_a_row else config.episodes_per_trial)
+    envs = make_tasks(config.env, room, config.seed, "train")
     if config.blur:                                        # the tests have none
         envs.unwrapped.blur = config.blur
     tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
@@ -934,7 +934,7 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
               f"steps each; {config.device}, {world} x {config.threads} threads; {run.folder}", flush=True)
     try:
         while run.iteration < last:
-            iterate(run, envs, tests, last, batch)
+            iterate(run, sampler.sample_tasks, envs, tests, last, batch)
             every, waited = config.checkpoint_every, time.monotonic() - run.saved_at > 30
             due = run.iteration % every == 0 if every else waited
             run.save("" if due or run.iteration == last else ".csv")
@@ -954,18 +954,18 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
         raise
     finally:
-        for each in (envs, *tests.values()):
+        for each in (sampler, envs, *tests.values()):
             each.close()
     return run.agent
 
-def iterate(run, envs, tests, last, batch):
+def iterate(run, sample_tasks, envs, tests, last, batch):
     """One iteration: new tasks, a trial of each, a PPO update; now and then a meta-test."""
     config, agent, began = run.config, run.agent, time.monotonic()
     for group in run.optimizer.param_groups:
         group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
     ours, shared = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
                  for rank in (processes()[0], 0))          # of this process, and common to all
-    tasks = envs.sample_tasks(np.random.default_rng(ours[0]))[:config.num_tasks // processes()[1]]
+    tasks = sample_tasks(np.random.default_rng(ours[0]))
     trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
     trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
     metrics = ppo_update(agent, run.optimizer, trials, config, generator)
@@ -1078,7 +1078,7 @@ def main(argv=None):
         typed, config = parse(sys.argv[1:] if argv is None else argv)
         mode = "eval" if "eval" in typed else "resume" if "resume" in typed else "env"
         meant = {"eval": ("eval", "split", "episodes", "sample", "csv", "device", "threads", "eval_tasks"),
-                 "resume": ("resume", "device", "threads"), "env": ("preset", *asdict(config))}[mode]
+                 "resume": ("resume", "device", "threads", "compile"), "env": ("preset", *vars(config))}[mode]
         useless = TRANSFORMER if config.agent == "rl2" else set()
         for name in typed.keys() - (set(meant) - useless):  # a flag without a meaning here is a mistake
             raise UserError(f"--{name.replace('_', '-')} has no meaning with --"
