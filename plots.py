@@ -485,6 +485,9 @@ def attention(axes, weights, velocity, targets, shown):
     bars.set(title=f"{len(pairs)} of {len(weights)} tasks: before\nand after the target",
              xlabel="mean attention weight", ylabel="steps before")
     bars.legend()
+    if not pairs:
+        bars.set(xticks=[])
+        bars.text(0.5, 0.5, "no task reached\nits target", ha="center", transform=bars.transAxes)
     for ax in (image, bars):
         ax.set_yticks(np.arange(0, N, max(1, N // 10)))
 
@@ -765,7 +768,7 @@ def benchmark(ax, rows, env):
     ax.xaxis.set_major_formatter("{x:,.0f}")
     threads = plural(torch.get_num_threads(), "CPU thread")
     ax.set(xlabel="environment steps per second",
-           title=f"{ENVS.get(env, env)}, {threads}; grey: limits and others")
+           title=f"{ENVS.get(env, env)}, {threads} unless said otherwise; grey: limits and others")
 
 
 def draw_benchmark(env, device, out, threads=None):

@@ -1503,7 +1503,7 @@ def test_bad_settings_are_refused_in_one_line(args, tmp_path, capsys, monkeypatc
     ("--heads 3", ["--heads 3", "--d-model 64"]),
     ("--device abacus", ["abacus", "cpu"]),
     ("--minibatch 999999", ["8000"]),
-    ("--split ood", ["--split has no meaning with --env"]),
+    ("--split ood", ["--split has no meaning without --eval"]),
     ("--agent rl2 --keep-memory", ["--keep-memory", "rl2"]),
     ("--eval /nowhere --seed 3", ["--seed has no meaning with --eval"]),
     ("--resume /nowhere --lr 0.1", ["--lr has no meaning with --resume"])])
@@ -2023,7 +2023,7 @@ def test_two_processes_make_the_update_of_one(kind, two):
 
 
 def test_of_two_processes_one_speaks_and_writes(two):
-    assert not two.out[1] and sum("2 x 1 threads" in line for line in two.out[0].splitlines()) == 5
+    assert not two.out[1] and sum("processes: 2, threads: 1" in line for line in two.out[0].splitlines()) == 5
     assert set(os.listdir(two.folder / "whole")) == FILES
     assert [int(r["step"]) for r in csv_rows(two.folder / "whole" / "progress.csv")] == [400, 800, 1200, 1600]
     tests = [(r["step"], r["split"]) for r in csv_rows(two.folder / "whole" / "eval.csv")]

@@ -575,7 +575,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     forgets = done & (not agent.config.keep_memory and agent.config.agent != "rl2")
     start = np.maximum.accumulate(np.roll(forgets, 1, axis=1) * np.arange(T), axis=1)
     ends, lane = done.reshape(envs.num_envs, -1), np.arange(envs.num_envs)[:, None] % side_by_side
-    episode = (ends.cumsum(axis=1) - ends) * side_by_side + lane          # the first of all that ran, then on
+    episode = (ends.cumsum(axis=1) - ends) * side_by_side + lane          # the first are 0, 1, ..., E - 1
     reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
     memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
     return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
@@ -930,8 +930,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     run.save()
     last = math.ceil(config.total_steps / batch)
     if run.writes:
-        print(f"{config.env}, {config.agent}: iterations {run.iteration} to {last}, {batch:,} "
-              f"steps each; {config.device}, {world} x {config.threads} threads; {run.folder}", flush=True)
+        print(f"{config.env}, {config.agent}: iterations {run.iteration} to {last}, {batch:,} steps each; "
+              f"{config.device}, processes: {world}, threads: {config.threads}; {run.folder}", flush=True)
     try:
         while run.iteration < last:
             iterate(run, sampler.sample_tasks, envs, tests, last, batch)
@@ -1081,8 +1081,8 @@ def main(argv=None):
                  "resume": ("resume", "device", "threads", "compile"), "env": ("preset", *vars(config))}[mode]
         useless = TRANSFORMER if config.agent == "rl2" else set()
         for name in typed.keys() - (set(meant) - useless):  # a flag without a meaning here is a mistake
-            raise UserError(f"--{name.replace('_', '-')} has no meaning with --"
-                            + ("agent rl2" if name in useless else mode))
+            here = "with rl2" if name in useless else {"env": "without --eval"}.get(mode, f"with --{mode}")
+            raise UserError(f"--{name.replace('_', '-')} has no meaning {here}")
         check(config)
         if mode == "eval":
             evaluate(typed.pop("eval"), **typed)
