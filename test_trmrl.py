@@ -1125,7 +1125,8 @@ def test_a_compiled_update_is_the_same_and_compiled_once(monkeypatch):
     """By the compiler's front end alone: its back end takes half a minute. No break, no second graph."""
     counters, compile = torch._dynamo.utils.counters, torch.compile
     counters.clear()
-    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager", fullgraph=True))
+    backend = "inductor" if os.environ.get("TRMRL_LONG_TESTS") else "aot_eager"
+    monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend=backend, fullgraph=True))
     weights = []
     for compiled in (False, True):
         agent = awake(make_agent(2, 2, minibatch=80, epochs=2, compile=compiled))
