@@ -388,17 +388,17 @@ def test_blur_hides_where_the_object_is_and_changes_nothing_else():
 
 
 def test_only_training_is_blurred(tmp_path, monkeypatch):
-    made = []
+    stepped = []
 
-    def make(env, num_tasks, seed=0, split="train"):
-        made.append((split, trmrl.make_tasks(env, num_tasks, seed, split)))
-        return made[-1][1]
+    def iterate(run, sample_tasks, envs, tests, last, batch):
+        stepped.extend([envs, tests["test"]])
+        sys.exit()
 
-    monkeypatch.setattr(trmrl, "iterate", lambda *args: sys.exit())
+    monkeypatch.setattr(trmrl, "iterate", iterate)
     config = trmrl.Config(**SMALL, env="ml1_reach", num_tasks=1, blur=0.1, run_dir=str(tmp_path / "run"))
     with pytest.raises(SystemExit):
-        trmrl.train(config, make)
-    assert [(split, envs.blur) for split, envs in made] == [("train", 0.1), ("test", 0.0)]
+        trmrl.train(config)
+    assert [envs.blur for envs in stepped] == [0.1, 0.0]
     assert trmrl.parse(["--env", "ml1_reach"])[1].blur > 0 == trmrl.parse(["--env", "ml1_push"])[1].blur
 
 
