@@ -768,7 +768,7 @@ def benchmark(ax, rows, env):
     ax.xaxis.set_major_formatter("{x:,.0f}")
     threads = plural(torch.get_num_threads(), "CPU thread")
     ax.set(xlabel="environment steps per second",
-           title=f"{ENVS.get(env, env)}, {threads} unless said otherwise; grey: limits and others")
+           title=f"{ENVS.get(env, env)}, {threads} unless said; grey: limits, others")
 
 
 def draw_benchmark(env, device, out, threads=None):

@@ -1025,7 +1025,7 @@ class Spread(PointMass):
 
 @pytest.mark.parametrize("settings, envs", [
     ({}, 18), ({"agent": "oracle"}, 18), ({"keep_memory": True}, 6), ({"agent": "rl2"}, 6),
-    ({"env": "ml_arms"}, 6)], ids=str)
+    ({"env": "heavy"}, 6)], ids=str)
 def test_episodes_run_side_by_side_where_memories_end_with_them(settings, envs, tmp_path, monkeypatch):
     shapes, update = [], trmrl.ppo_update
     monkeypatch.setattr(trmrl, "ppo_update", lambda agent, optimizer, trials, *rest: shapes.append(
@@ -1034,6 +1034,7 @@ def test_episodes_run_side_by_side_where_memories_end_with_them(settings, envs, 
 
     def make(env, num_tasks, seed=0, split="train"):
         made[split] = Spread(num_tasks, seed, split)
+        made[split].in_a_row = env == "heavy" and trmrl.MetaWorldTasks.in_a_row
         return made[split]
 
     config = trmrl.Config(**{**SMALL, "env": "points", **settings}, num_tasks=6, episodes_per_trial=3,
@@ -2509,6 +2510,16 @@ def test_looking_inside_shows_what_the_agent_acted_on(layers):
         alpha = torch.einsum("hi,nhi->hn", q, k).div(math.sqrt(8)).softmax(dim=1).mean(dim=0)
     if layers == 1:
         assert np.allclose(weights[0, 39], alpha.flip(0), atol=1e-5)
+
+
+def test_the_attention_of_an_agent_that_never_arrives_says_so():
+    weights, said = np.full((3, 80, 4), 0.25), "no task reached\nits target"
+    for there in (False, True):
+        figure, axes = plots.plt.subplots(1, 3)
+        steps = np.where(np.arange(80) < 30, 0.0, 2.0) if there else np.zeros(80)
+        plots.attention(axes, weights, np.tile(steps, (3, 1)), np.full(3, 2.0), shown=0)
+        assert (said in [text.get_text() for text in axes[2].texts]) != there
+        plots.plt.close(figure)
 
 
 def test_the_last_layer_is_its_own_refinement():

@@ -155,7 +155,7 @@ class MujocoTasks(Tasks):
         self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
                           state=self.path, chunk_size=self.chunk)
         after = self.path[:, -1].copy()
-        # MuJoCo puts what diverged back to its start, clock included; we, to its last sound state, a terminal
+        # MuJoCo resets what diverges, clock included. Its episode ends, a terminal, in the last sound state.
         blown = ~(np.abs(after).max(axis=1) < 1e3) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
         after[blown] = before[blown]
         self.state = after
@@ -218,7 +218,7 @@ def metaworld_goals(env):
 class MetaWorldTasks(Tasks):
     """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
     # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
-    blur = 0.0  # --blur, in training: seen elsewhere in each episode (std, m); for tasks without a use for it
+    blur, in_a_row = 0.0, True  # --blur: in training it is seen elsewhere (std, m); side by side: more memory
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
         self.classes, self.goals, self.held_out = metaworld_goals(env)    # (classes, 50, 7) each
@@ -654,7 +654,7 @@ def make_optimizer(agent, config):
     rest.grad, value.grad = gradient[:tail], gradient[tail:]
     groups = [{"params": [rest], "rate": config.lr}, {"params": [value], "rate": config.value_lr}]
     optimizer = torch.optim.Adam(groups, config.lr, eps=1e-5, fused=True)
-    optimizer.gradient = gradient                          # of all in one, like the vector
+    optimizer.gradient = gradient                          # of all, to be zeroed and clipped at once
     return optimizer
 
 def ppo_update(agent, optimizer, trials, config, generator):
@@ -909,8 +909,8 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
     rank, world = processes(config.device)
     if config.compile:
         check_compiler(config.device)
-    sampler = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")
-    in_a_row = config.keep_memory or config.agent == "rl2" or config.env.startswith("ml")   # arms take memory
+    sampler = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")  # only draws
+    in_a_row = config.keep_memory or config.agent == "rl2" or getattr(sampler.unwrapped, "in_a_row", False)
     room = sampler.num_envs * (1 if in_a_row else config.episodes_per_trial)
     envs = make_tasks(config.env, room, config.seed, "train")
     if config.blur:                                        # the tests have none
