@@ -1944,10 +1944,11 @@ def test_any_config_trains_or_is_refused(tmp_path):
 # ---- several processes (torchrun) ------------------------------------------------------------------------
 
 TWO = """if True:  # what each of two processes does
-    import os, signal, sys
+    import atexit, os, signal, sys
     import torch
     import test_trmrl, trmrl
     folder, rank = sys.argv[1], os.environ["RANK"]
+    atexit.register(lambda: torch.save(torch.distributed.is_initialized(), f"{folder}/{rank}-is-joined.pt"))
     collect, gather, update = trmrl.collect, trmrl.gather, trmrl.ppo_update
     config = trmrl.Config(**test_trmrl.SMALL, env="points", num_tasks=8, minibatch=80, epochs=2,
                           reward_scale=0.0)
@@ -2037,6 +2038,19 @@ def test_who_loses_the_other_process_ends_in_one_line(two):
     assert two.status == [-signal.SIGKILL, 1] and not two.err[0]
     assert two.err[1].startswith("trmrl.py: ") and two.err[1].count("\n") == 1
     assert f"--resume {two.folder / 'lost'}" in two.err[1]
+
+
+def test_processes_part_before_python_ends(two):
+    """A thread of gloo that lets go of a tensor while Python ends aborts it, once in forty times."""
+    assert torch.load(two.folder / "1-is-joined.pt") is False
+
+
+def test_who_leaves_the_others_himself_ends_without_a_word():
+    code = "import trmrl; trmrl.processes('cpu'); trmrl.dist.destroy_process_group()"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    process = start("-c", code, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
 
 
 def torchrun(*args):

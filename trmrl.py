@@ -4,9 +4,8 @@ An agent meets a task it has never seen and adapts within a few time steps, with
 transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the
 current step to a Gaussian policy. PPO trains it over trials of several episodes; T-Fixup lets it do without
 layer normalisation and warm-up. The sections follow the paper and name the parts that they implement."""
-from __future__ import annotations
-
 import argparse
+import atexit
 import contextlib
 import functools
 import io
@@ -590,6 +589,7 @@ def processes(device=None):
     """(number of this process, how many there are); a device: join the others of torchrun first."""
     if device and {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # or exit may crash
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
