@@ -99,7 +99,7 @@ def group(runs, key, figure):
     groups = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: not run.finished):
         seeds = groups[run.config.env][key(run.config)]
-        same = dict(seed=0, device="", threads=1, run_dir="", tag="")
+        same = dict(seed=0, device="", threads=1, run_dir="", tag="", compile=False, checkpoint_every=0)
         settings = [replace(r.config, **same) for r in (*seeds, run)]
         why = {"has a tag": run.config.tag and not run.ablation, "has no meta-test yet": not run.rows,
                "has a seed that is there already": run.config.seed in [r.config.seed for r in seeds],
@@ -176,7 +176,7 @@ def adaptation(ax, tests, env, value="return", looks=AGENTS):
         look = looks[key] | {"label": f"{looks[key]['label']} ({plural(len(seeds), 'seed')})"}
         ax.errorbar(episodes, mean, yerr=np.abs(ends - mean), capsize=3, **look)
     who = f"2 tasks, {len(tasks) // 2} starts each" if env == "ant_dir" else f"{len(tasks)} tasks"
-    label_axes(ax, env, value, f"episode ({who})", "mean and 95 % interval")
+    label_axes(ax, env, value, f"episode ({who})", "mean and\n95 % interval over tasks")
     ax.set_xticks(np.arange(1, len(mean) + 1))
     ax.margins(y=0.25)
 
@@ -186,7 +186,8 @@ def label_axes(ax, env, value, xlabel, what):
         ax.set_ylim(-0.03, 1.03)
         ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     name = "success rate" if value == "success" else "return"
-    ax.set(xlabel=xlabel, ylabel=f"{name}, {what}", title=ENVS.get(env, env))
+    trained_on = {"ant_dir": " (both tasks)", "ml45_train": " (training goals)"}.get(env, "")
+    ax.set(xlabel=xlabel, ylabel=f"{name}, {what}", title=ENVS.get(env, env) + trained_on)
     ax.grid()
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)    # never over a curve
 
@@ -486,8 +487,10 @@ def attention(axes, weights, velocity, targets, shown):
              xlabel="mean attention weight", ylabel="steps before")
     bars.legend()
     if not pairs:
+        early = any(k is not None for k in knows)
+        said = "who arrived did so before\nthe memory was full" if early else "no task reached\nits target"
         bars.set(xticks=[])
-        bars.text(0.5, 0.5, "no task reached\nits target", ha="center", transform=bars.transAxes)
+        bars.text(0.5, 0.5, said, ha="center", fontsize=9, transform=bars.transAxes)
     for ax in (image, bars):
         ax.set_yticks(np.arange(0, N, max(1, N // 10)))
 

@@ -940,10 +940,7 @@ def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
             run.save("" if due or run.iteration == last else ".csv")
     except BaseException as error:                         # keep the last finished iteration, whatever it was
         try:
-            try:
-                run.save()
-            except SystemExit:                             # torchrun's signal, while we write
-                run.save()
+            run.save()
         except OSError as trouble:
             raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
                            f"--resume {run.folder}") from None
@@ -1071,7 +1068,8 @@ def main(argv=None):
     def stop(number, frame):
         signal.signal(signal.SIGINT, signal.SIG_DFL)       # a second Ctrl-C ends at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise SystemExit(128 + number)
+        if not isinstance(sys.exc_info()[1], (RunError, RuntimeError)):    # who lost the others ends anyway
+            raise SystemExit(128 + number)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     try:
@@ -1091,7 +1089,9 @@ def main(argv=None):
             train(replace(load(folder / "checkpoint.pt", "checkpoint")[1].config, **typed), resume=folder)
         else:
             train(config)
-    except (UserError, RunError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (UserError, RunError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # PyTorch has no MemoryError
+            raise
         print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
