@@ -81,16 +81,19 @@ def find_runs(folders):
             config = trmrl.Config(**{k: v for k, v in content.items() if k in names})
             trmrl.check(config)
             with open(path / "eval.csv", newline="") as f:
-                rows = [{**{k: int(r[k]) for k in ("step", "task", "episode")}, "split": r["split"],
-                         "return": float(r["return"]), "success": float(r["success"].strip() or "nan")}
-                        for r in csv.DictReader(f)]
+                lines = list(csv.DictReader(f))
+            if any(None in line.values() for line in lines):
+                raise ValueError("eval.csv ends within a line")
+            rows = [{**{k: int(r[k]) for k in ("step", "task", "episode")}, "split": r["split"],
+                     "return": float(r["return"]), "success": float(r["success"].strip() or "nan")}
+                    for r in lines]
             if not whole(rows):
                 raise ValueError("eval.csv lacks rows")
             runs.append(Found(path, config, rows))
         except FileNotFoundError as error:
             print(f"skipped {path}: it has no {Path(error.filename).name}", file=sys.stderr)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-            print(f"skipped {path}: damaged ({error!r})", file=sys.stderr)
+            print(f"skipped {path}: damaged ({str(error)[:100]!r})", file=sys.stderr)
     return runs
 
 
@@ -145,6 +148,12 @@ def plural(n, what):
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
+def for_scale(ax, env):
+    known = {"halfcheetah_vel": (-150, "without adapting"), "ant_dir": (200, "standing still")}
+    if env in known:
+        ax.axhline(known[env][0], color="black", linewidth=1, linestyle=(0, (1, 3)), label=known[env][1])
+
+
 def meta_training(ax, curves, env, value="return", looks=AGENTS):
     """Fig. 4, 10 to 13: test performance against steps; {key of looks: [(steps, values) per seed]}."""
     lowest, highest = np.inf, -np.inf
@@ -156,9 +165,7 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
         lowest, highest = min(lowest, mean[-1]), max(highest, high.max())
         if len(seeds) > 1:
             ax.fill_between(steps / 1e6, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    known = {"halfcheetah_vel": (-150, "without adapting"), "ant_dir": (200, "standing still")}
-    if env in known:
-        ax.axhline(known[env][0], color="black", linewidth=1, linestyle=(0, (1, 3)), label=known[env][1])
+    for_scale(ax, env)
     label_axes(ax, env, value, "environment steps (millions)", "first episode")
     ax.set_xlim(left=0)
     if env == "halfcheetah_vel" and np.isfinite(lowest):   # what matters is far above the first steps
@@ -167,7 +174,7 @@ def meta_training(ax, curves, env, value="return", looks=AGENTS):
         ax.set_ylim(top=min(1.03, 1.1 * highest + 0.05))
 
 
-def adaptation(ax, tests, env, value="return", looks=AGENTS):
+def adaptation(ax, tests, env, value="return", looks=AGENTS, split="test"):
     """Fig. 5, 6: performance per episode, interval over the tasks; {agent: [(tasks, episodes) per seed]}."""
     for i, (key, seeds) in enumerate(tests.items()):
         tasks = np.mean(seeds, axis=0)                     # (tasks, episodes)
@@ -175,6 +182,8 @@ def adaptation(ax, tests, env, value="return", looks=AGENTS):
         episodes = np.arange(1, len(mean) + 1) + 0.08 * (i - (len(tests) - 1) / 2)
         look = looks[key] | {"label": f"{looks[key]['label']} ({plural(len(seeds), 'seed')})"}
         ax.errorbar(episodes, mean, yerr=np.abs(ends - mean), capsize=3, **look)
+    if split == "test":
+        for_scale(ax, env)
     who = f"2 tasks, {len(tasks) // 2} starts each" if env == "ant_dir" else f"{len(tasks)} tasks"
     label_axes(ax, env, value, f"episode ({who})", "mean and\n95 % interval over tasks")
     ax.set_xticks(np.arange(1, len(mean) + 1))
@@ -240,7 +249,7 @@ def draw_meta_training(runs, out):
 def draw_adaptation(name, split, title, runs, out):
     read = partial(last_test, split=split)
     ours = [run for run in runs if not run.ablation and read(run.rows, measure_of([run])) is not None]
-    if not draw_tests(out / f"{name}.png", title, adaptation, read, ours):
+    if not draw_tests(out / f"{name}.png", title, partial(adaptation, split=split), read, ours):
         return ("needs a finished run, which ends with six episodes of each test task: "
                 "python trmrl.py --env halfcheetah_vel")
 
@@ -265,10 +274,11 @@ def draw_ablation(which, runs, out):
     number, title, key, wanted, name, flags = ABLATIONS[which]
     shared = {"tfixup": (), "layers": ("default", "tfixup")}.get(which, ("default",))   # of other ablations
     ours = [run for run in runs if run.ablation == which or run.ablation in shared and run.config.tfixup]
-    looks = {k: dict(zip(("label", "color", "linestyle", "marker"), (name(k), *VARIANTS[i % len(VARIANTS)])))
-             for i, k in enumerate(sorted({key(run.config) for run in ours}))}
-    draw_tests(out / f"ablation_{which}.png", f"Ablation: {title} (Fig. {number})", meta_training,
-               learning_curve, ours, key, looks, least=2)
+    keys, default = sorted({key(run.config) for run in ours}), key(trmrl.Config())
+    look = dict(zip(sorted(keys, key=lambda k: k != default), itertools.cycle(VARIANTS)))  # default: the same
+    looks = {k: dict(zip(("label", "color", "linestyle", "marker"), (name(k), *look[k]))) for k in keys}
+    title = f"Ablation: {title}; mean of the seeds, 95 % interval (Fig. {number})"
+    draw_tests(out / f"ablation_{which}.png", title, meta_training, learning_curve, ours, key, looks, least=2)
     have = {(run.config.env, key(run.config)) for run in ours if run.rows}
     missing = [(env, k) for env in BASES for k in wanted if (env, k) not in have]
     if missing:
@@ -335,6 +345,7 @@ def look_inside(agent, trials, chunk=4000):
 
 
 SHOWN = np.array([[0.5], [1.0], [1.5], [2.0], [2.5]])      # target velocities, m/s
+LINES = ["-", (0, (5, 1)), "-.", (0, (2, 1)), (0, (7, 1, 1, 1, 1, 1))]    # theirs
 
 
 def meet(agent, tasks=SHOWN, episodes=1):
@@ -402,13 +413,14 @@ def draw_latent(agent, out):
         ax.set_box_aspect((1, 1, 0.9), zoom=0.92)
     ax.zaxis.set_label_text("")                            # seen from above
     ax.set_zticklabels([])
-    figure.legend(*ax.get_legend_handles_labels(), ncols=5, loc="lower center", markerscale=2)
+    figure.legend(*ax.get_legend_handles_labels(), ncols=5, loc="lower center", markerscale=2,
+                  bbox_to_anchor=(0.5, 0.03))
     return figure
 
 
 def online_adaptation(axes, velocity, reward, targets):
     """Fig. 9: velocity and reward (B, T) against the step of the first episode, for B target velocities."""
-    for v, r, target, line in zip(velocity, reward, targets, itertools.cycle(["-", (0, (4, 1)), "-."])):
+    for v, r, target, line in zip(velocity, reward, targets, itertools.cycle(LINES)):
         colour, steps = shade(target, targets), settled(v, target, window=1)
         when = "never" if steps is None else f"after {plural(steps, 'step')}"
         axes[0].axhline(target, linestyle=":", color=colour, linewidth=1.2)
@@ -430,19 +442,20 @@ def draw_online_adaptation(agent, out):
     return figure
 
 
-def task_distributions(ax, values, targets):
+def task_distributions(ax, values, targets, lines=LINES):
     """Fig. 2: B tasks as densities of their memories (B, T) along a line; returns neighbours' overlaps."""
     margin = 0.15 * np.ptp(values)
     grid = np.linspace(values.min() - margin, values.max() + margin, 400)
     densities = [density(row, grid) for row in values]
-    for target, y, line in zip(targets, densities, itertools.cycle(["-", (0, (4, 1)), "-."])):
+    for target, y, line in zip(targets, densities, itertools.cycle(lines)):
         ax.fill_between(grid, y, color=shade(target, targets), alpha=0.35, linewidth=0)
         ax.plot(grid, y, color=shade(target, targets), linestyle=line, label=f"{target:.1f} m/s")
     shared = [np.minimum(a, b) for a, b in zip(densities, densities[1:])]
     for y, hatch in zip(shared, 2 * ["///", "\\\\\\", "xxx", "..."]):
         ax.fill_between(grid, y, facecolor="none", edgecolor="black", hatch=hatch, linewidth=0.5)
     overlap = [np.trapezoid(y, grid) for y in shared]
-    ax.set(title=f"neighbours share {min(overlap):.0%} to {max(overlap):.0%} (hatched)", ylabel="density",
+    apart, low, high = targets[1] - targets[0], min(overlap), max(overlap)
+    ax.set(title=f"{apart:g} m/s apart: {low:.0%} to {high:.0%} shared (hatched)", ylabel="density",
            yticks=[], ylim=(0, 1.08 * np.max(densities)))
     return overlap
 
@@ -453,7 +466,7 @@ def draw_task_distributions(agent, out):
     for ax, rows, every, name in ((axes[0], memories.mean(axis=1), 1, "the tasks' mean memories"),
                                   (axes[1], np.concatenate(memories), 2, "all memories (the gait)")):
         along = (memories - rows.mean(axis=0)) @ pca(rows, 1)[0][0]       # (B, T)
-        task_distributions(ax, along[::every], SHOWN[::every, 0])
+        task_distributions(ax, along[::every], SHOWN[::every, 0], LINES[::every])
         ax.set_xlabel(f"along the first principal component of\n{name}")
         ax.legend(title="target", loc="upper right")
     return figure
@@ -469,7 +482,7 @@ def attention(axes, weights, velocity, targets, shown):
     top.set(ylabel="velocity\n(m/s)", title=f"one task: {targets[shown]:.4g} m/s")
     picture = image.imshow(weights[shown, :steps].T, aspect="auto", origin="lower", cmap="Greys", vmin=0,
                            vmax=np.nanmax(weights[shown, full:steps]), interpolation="nearest")
-    image.set(xlabel="time step of the first episode", ylabel="looks at the memory\nso many steps before",
+    image.set(xlabel="time step of the first episode", ylabel="age of the memory\nthat it looks at (steps)",
               facecolor="#f3dcc8")
     top.figure.colorbar(picture, ax=image, orientation="horizontal", fraction=0.08, aspect=40, extend="max",
                         label="attention weight, mean of the heads (tan: no memory yet)")
@@ -479,14 +492,15 @@ def attention(axes, weights, velocity, targets, shown):
         top.text(knows[shown] + 0.5, 0.06, "at its target", color=RED, fontsize=9,
                  transform=top.get_xaxis_transform())
     pairs = [(w[full:k], w[k:]) for w, k in zip(weights, knows) if k is not None and k > full]
-    for i, (label, colour, hatch) in enumerate((("before", "white", "///"), ("after", BLUE, ""))):
-        mean = np.concatenate([pair[i] for pair in pairs]).mean(axis=0) if pairs else np.zeros(N)
-        bars.barh(np.arange(N) + 0.2 - 0.4 * i, mean, height=0.4, label=label, facecolor=colour, hatch=hatch,
-                  edgecolor="black")
     bars.set(title=f"{len(pairs)} of {len(weights)} tasks: before\nand after the target",
-             xlabel="mean attention weight", ylabel="steps before")
-    bars.legend()
-    if not pairs:
+             xlabel="mean attention weight", ylabel="age of the memory (steps)", ylim=(-0.5, N - 0.5))
+    if pairs:
+        for i, (label, colour, hatch) in enumerate((("before", "white", "///"), ("after", BLUE, ""))):
+            mean = np.concatenate([pair[i] for pair in pairs]).mean(axis=0)
+            bars.barh(np.arange(N) + 0.2 - 0.4 * i, mean, height=0.4, label=label, facecolor=colour,
+                      hatch=hatch, edgecolor="black")
+        bars.legend()
+    else:
         early = any(k is not None for k in knows)
         said = "who arrived did so before\nthe memory was full" if early else "no task reached\nits target"
         bars.set(xticks=[])
@@ -579,26 +593,30 @@ def draw_film(agent, out):
 
 
 def draw_from_agent(name, draw, title, runs, out, env="halfcheetah_vel"):
-    """With the first agent that serves, finished runs first; one that does not is named and skipped."""
+    """With the first agent that serves, runs without a tag first, then finished ones; others are named."""
     several = name == "refinement"                         # layers
     runs = [run for run in runs if (run.config.env, run.config.agent) == (env, "trmrl")
             and (run.config.layers > 1 if several else not run.ablation)]
-    for run in sorted(runs, key=lambda run: (not run.finished, several and run.config.layers != 4,
-                                             not run.config.tfixup, run.ablation, run.config.tag)):
+    for run in sorted(runs, key=lambda run: (
+            bool(run.config.tag) and not several, not run.finished, several and run.config.layers != 4,
+            not run.config.tfixup, run.ablation, run.config.tag)):
         try:
             agent = trmrl.load_agent(run.path)
             if not all(torch.isfinite(x).all() for x in agent.state_dict().values()):
                 raise trmrl.UserError("weights that are not finite")
+            if not agent.trained_steps:
+                raise trmrl.UserError("an untrained agent")
         except trmrl.UserError as error:
             print(f"{name}: skipped {run.path}: {str(error)[:200]}", file=sys.stderr)
             continue
         figure = draw(agent, out)
         if isinstance(figure, str):                        # what is missing
             return figure
+        steps = f"{agent.trained_steps / 1e6:.3g} of {run.config.total_steps / 1e6:.3g} M steps"
+        figure.supxlabel(f"{run.path.name}, {steps}", x=0.995, ha="right", fontsize=8, color="grey")
         if title:
             figure.suptitle(title)
-        steps = f" after {agent.trained_steps / 1e6:.3g} of {run.config.total_steps / 1e6:.3g} M steps"
-        return save(figure, out / f"{name}.png", [f"{run.path}{'' if run.finished else steps}"])
+        return save(figure, out / f"{name}.png", [f"{run.path}{'' if run.finished else f' after {steps}'}"])
     return (f"needs a trained agent{several * ' of several layers'}: python trmrl.py --env {env}"
             + several * " --layers 4 --tag 4layers")
 

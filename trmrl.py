@@ -766,7 +766,7 @@ def csv_text(rows, header):
 def load(path, kind):
     """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it."""
     if not path.is_file():
-        raise UserError(f"there is no {path}; name another run (those in results/ can be meta-tested only)")
+        raise UserError(f"there is no {path}; name another run{', not of results/' * (kind == 'checkpoint')}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["kind"] != kind or content["version"] != VERSION:
