@@ -408,13 +408,13 @@ def draw_latent(agent, out):
     memories = agent.memory.phi(meet(agent).memories[:, 20:]).cpu().numpy()    # once it knows the task
     figure = plt.figure(figsize=(8, 4.2))
     for left, elev, azim in ((0.0, 25, -60), (0.48, 80, -90)):
-        ax = figure.add_axes([left, 0.09, 0.48, 0.87], projection="3d", elev=elev, azim=azim)
+        ax = figure.add_axes([left, 0.12, 0.48, 0.84], projection="3d", elev=elev, azim=azim)
         latent(ax, memories, SHOWN[:, 0])
         ax.set_box_aspect((1, 1, 0.9), zoom=0.92)
     ax.zaxis.set_label_text("")                            # seen from above
     ax.set_zticklabels([])
     figure.legend(*ax.get_legend_handles_labels(), ncols=5, loc="lower center", markerscale=2,
-                  bbox_to_anchor=(0.5, 0.03))
+                  bbox_to_anchor=(0.5, 0.015), framealpha=0)
     return figure
 
 

@@ -44,7 +44,7 @@ SMALL = dict(threads=1, device="cpu", layers=2, d_model=16, heads=2, d_ff=32,
 
 
 class PointMass(trmrl.Tasks):
-    """Find a hidden goal on the unit circle: r = -distance. Who does not adapt best stays put: -1 a step."""
+    """Find a hidden goal on the unit circle: r = -distance. Without adapting, stay put: -1 a step."""
     episode_length = 20
 
     def __init__(self, num_tasks, seed=0, split="train"):
