@@ -93,7 +93,7 @@ def find_runs(folders):
         except FileNotFoundError as error:
             print(f"skipped {path}: it has no {Path(error.filename).name}", file=sys.stderr)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-            print(f"skipped {path}: damaged ({str(error)[:100]!r})", file=sys.stderr)
+            print(f"skipped {path}: damaged ({repr(error)[:120]})", file=sys.stderr)
     return runs
 
 

@@ -2715,9 +2715,9 @@ def test_damaged_runs_are_named_and_the_next_is_taken(tiny_runs, tmp_path, capsy
     assert f"attention.png: from {tmp_path}/c-good\n" in said.out
     assert (tmp_path / "meta_training.png").exists()
     assert all(f"attention: skipped {tmp_path}/{name}" in said.err for name in ("a-cut", "b-nan"))
-    assert f"skipped {tmp_path}/d-half: damaged ('eval.csv ends within a line')" in said.err
+    assert f"skipped {tmp_path}/d-half: damaged (ValueError('eval.csv ends within a line'))" in said.err
     assert "Traceback" not in said.err
-    assert f"skipped {tmp_path}/e-short: damaged ('eval.csv lacks rows')" in said.err
+    assert f"skipped {tmp_path}/e-short: damaged (ValueError('eval.csv lacks rows'))" in said.err
     assert f"skipped {tmp_path}/f-none: it has no eval.csv" in said.err
 
 
