@@ -545,8 +545,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
     """Trials of `episodes` times the family's episode length, of the tasks of `envs` or of those given.
 
     Has `envs` room for `episodes` of each task, they run side by side and are then put in a row: faster, and
-    the same where memories end with the episode. Whoever falls begins its next episode at once, so a trial
-    with falls has more and shorter ones, and no task waits."""
+    the same where memories end with the episode. Whoever falls begins its next one at once: no task waits."""
     tasks, device = envs.tasks if tasks is None else tasks, agent.log_std.device
     side_by_side, T = envs.num_envs // len(tasks), episodes * envs.episode_length
     env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
@@ -588,6 +587,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
 def processes(device=None):
     """(number of this process, how many there are); a device: join the others of torchrun first."""
     if device and {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
+        torch.compiler.reset()                             # loads it: later, it would hold on to the group
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # or exit may crash
         if device.startswith("cuda"):
