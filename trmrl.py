@@ -587,7 +587,7 @@ def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
 def processes(device=None):
     """(number of this process, how many there are); a device: join the others of torchrun first."""
     if device and {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
-        torch.compiler.reset()                             # loads it: later, it would hold on to the group
+        torch.compiler.reset()               # loads the compiler: if loaded later, it would keep the group
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # or exit may crash
         if device.startswith("cuda"):
