@@ -1,12 +1,45 @@
+# SPDX-License-Identifier: MIT
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "mujoco==3.3.0",
+#     "metaworld==3.1.1", "numpy==2.4.6"]
+# ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-An agent meets a task it has never seen and adapts within a few time steps, with frozen weights: a causal
-transformer attends over its last N working memories phi(s, a, r, eta) and hands the refined memory of the
-current step to a Gaussian policy. PPO trains it over trials of several episodes; T-Fixup lets it do without
-layer normalisation and warm-up. The sections follow the paper and name the parts that they implement."""
+The agent meets a new task and adapts to it within about twenty time steps, with frozen weights. A
+causal transformer attends over the last N working memories phi(s, a, r, eta), and a Gaussian policy
+acts on the refined memory of the current step. PPO trains the agent on many tasks; T-Fixup
+initialisation lets it train without layer normalisation or warm-up.
+
+    python trmrl.py --env halfcheetah_vel                      # meta-train
+    python trmrl.py --eval runs/halfcheetah_vel/trmrl-seed1    # meta-test on test tasks
+    python trmrl.py --resume runs/halfcheetah_vel/trmrl-seed1  # continue after a crash or Ctrl-C
+    torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
+    python trmrl.py --help                                     # every environment and setting
+
+Read it from top to bottom, beside the paper:
+
+     1. Configuration       every setting, and a preset for each environment
+     2. Tasks               App. B: half-cheetah, ant and robot arm
+     3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what a step sees
+     4. Transformer         Sec. 3.2, 3.3, 4.2, 4.3: self-attention, T-Fixup
+     5. Agent               Fig. 1: from working memories to an action
+     6. Collecting trials   Algorithm 1
+     7. PPO                 "Meta-Training" of Sec. 5.1
+     8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
+     9. Run folder          files that survive a crash
+    10. Meta-training       the outer loop, in one process or several
+    11. Command line
+
+Shapes: R rows of T steps, M sampled steps, N memory slots; a state, an action, a task and a memory
+have S, A, k and d numbers. Where this file differs from the paper is said in place, and listed in
+docs/differences.md.
+"""
+
 import argparse
 import atexit
 import contextlib
+import difflib
 import functools
 import io
 import json
@@ -18,6 +51,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import gymnasium
 import mujoco.rollout
@@ -25,89 +59,156 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
-from torch import distributed as dist, nn
+from torch import distributed as dist
+from torch import nn
 
-VERSION = 1                                       # of the files we write; others are refused by their number
+VERSION = 2  # of the file format
+TEST_SEED = 2022  # seeds the initial states of every meta-test
+FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run
+
 
 class UserError(ValueError):
-    """Something the user can mend: shown as one line, exit status 2."""
+    """An error the user can fix: printed as one line, exit status 2."""
+
 
 class RunError(Exception):
-    """The run cannot go on; what was saved is kept. Shown as one line, exit status 1."""
+    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
 
-# 1. Configuration: every field is a flag of the same name (memory_length: --memory-length) ----------------
 
-def flag(default, help, low=None, high=None):
-    return field(default=default, metadata={"help": help, "low": low, "high": high})
+# ---- 1. Configuration ----------------------------------------------------------------------------
+#
+# Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
+# None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
+# ant's preset with a different learning rate.
+
+
+def setting(group, default, help, low=0, high=10**12):
+    """A field of Config: its group in --help, its default, its meaning and its bounds."""
+    return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
+
+
+LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
+CHEETAH = dict(total_steps=1_500_000, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
+ANT = dict(total_steps=5_000_000, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
+ARM = dict(init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4, episodes_per_trial=1)
+ML1 = dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50, memory_length=40)
+ML45 = dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45, memory_length=40)
+PRESETS = {"halfcheetah_vel": LOCOMOTION | CHEETAH, "ant_dir": LOCOMOTION | ANT}
+PRESETS |= {"ml1": ARM | ML1, "ml45": ARM | ML45}
+
 
 @dataclass
 class Config:
-    env: str = flag("halfcheetah_vel", "task family")
-    agent: str = flag("trmrl", "trmrl, rl2, or oracle: told the task, no memory")
-    seed: int = flag(1, "seed of everything random", 0, 2**31 - 1)
-    device: str = flag("auto", "auto, cpu, cuda, cuda:1, mps: where network, memories and updates live")
-    threads: int = flag(1, "CPU threads for physics and network; 0: all cores", 0, 1024)
-    run_dir: str = flag("", "the run folder itself; default runs/<env>/<agent>-seed<k>[-<tag>]")
-    tag: str = flag("", "ending of the default run folder's name")
+    presets: ClassVar = PRESETS  # a baseline has its own
+    unused: ClassVar = ()  # fields that have no meaning for a baseline
 
-    total_steps: int = flag(1_500_000, "environment steps of the whole training", 1, 10**12)
-    num_tasks: int = flag(20, "tasks per iteration, over all processes", 1, 100_000)
-    episodes_per_trial: int = flag(2, "E, episodes of a trial", 1, 1000)
-    eval_every: int = flag(10, "iterations between two meta-tests; the last has one in any case", 1, 10**9)
-    eval_tasks: int = flag(20, "tasks of a meta-test", 1, 100_000)
-    eval_episodes: int = flag(1, "episodes per task of a meta-test", 1, 1000)
-    final_episodes: int = flag(6, "the same for the last one", 1, 1000)
-    checkpoint_every: int = flag(0, "iterations between two checkpoints; 0: half a minute or more", 0, 10**9)
+    env: str = setting("run", "halfcheetah_vel", "task family")
+    seed: int = setting("run", 1, "seed of everything random", high=2**31 - 1)
+    device: str = setting("run", "auto", "auto, cpu, cuda, cuda:1, mps")
+    threads: int = setting("run", 1, "CPU threads of physics and network; 0: all", high=1024)
+    run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
 
-    memory_length: int = flag(5, "N, working memories the transformer sees", 1, 10_000)
-    layers: int = flag(1, "L, transformer layers", 1, 100)
-    heads: int = flag(4, "attention heads per layer", 1, 1024)
-    d_model: int = flag(64, "d, size of a memory", 2, 8192)
-    d_ff: int = flag(256, "hidden units of the position-wise feed-forward network", 1, 65536)
-    tfixup: bool = flag(True, "T-Fixup and no layer norm, or (--no-tfixup) post-LN and plain Xavier")
-    keep_memory: bool = flag(False, "keep the memory across the episodes of a trial")
-    separate_value: bool = flag(False, "value head on the current state instead of the shared memory")
-    init_std: float = flag(0.2, "initial standard deviation of the policy", 1e-3, 10)
+    total_steps: int = setting("trials", None, "environment steps of the whole training", low=1)
+    num_tasks: int = setting("trials", None, "tasks per iteration, across all processes", low=1)
+    episodes_per_trial: int = setting("trials", None, "E, episodes of each task", low=1)
+    eval_every: int = setting("trials", None, "iterations between meta-tests", low=1)
+    eval_tasks: int = setting("trials", None, "tasks per meta-test", low=1)
 
-    gamma: float = flag(0.9, "discount", 0, 1)
-    gae_lambda: float = flag(0.8, "lambda of GAE", 0, 1)
-    endless: bool = flag(False, "learn as if the clock ended no episode: where rewards are positive")
-    clip: float = flag(0.2, "PPO clipping of the probability ratio", 1e-6, 10)
-    epochs: int = flag(5, "passes over a batch", 1, 1000)
-    minibatch: int = flag(200, "environment steps per gradient step", 2, 10**9)
-    lr: float = flag(3e-4, "Adam's learning rate", 0, 1)
-    value_lr: float = flag(1e-3, "learning rate of the value head", 0, 1)
-    final_lr: float = flag(0.05, "the rates fall linearly to this fraction", 0, 1)
-    max_grad_norm: float = flag(0.5, "gradients are clipped to this norm", 1e-9, 1e9)
-    value_coef: float = flag(0.5, "weight of the value loss", 0, 1e6)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus", 0, 1e6)
-    blur: float = flag(0.0, "MetaWorld: in training the object is seen off by this (std, m)", 0, 10)
-    reward_scale: float = flag(0.1, "rewards times this, for learning only; 0: learned", 0, 1e9)
-    compile: bool = flag(False, "compile the loss: half a minute at the start, then faster updates")
+    memory_length: int = setting("agent", None, "N, working memories in the context", low=1)
+    layers: int = setting("agent", 1, "L, transformer layers", low=1)
+    heads: int = setting("agent", 4, "attention heads per layer", low=1)
+    d_model: int = setting("agent", 64, "d, size of a memory", low=2)
+    tfixup: bool = setting("agent", True, "T-Fixup, or layer norm with plain Xavier")
+    keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
+    init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-# 2. Tasks (App. B) ----------------------------------------------------------------------------------------
+    gamma: float = setting("PPO", None, "discount factor, below 1", high=0.9999)
+    gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
+    clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
+    epochs: int = setting("PPO", 5, "passes over a batch", low=1)
+    minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
+    lr: float = setting("PPO", None, "learning rate of Adam", high=1)
+    value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly to this fraction", high=1)
+    max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
+
+    @property
+    def rows_per_task(self):
+        """Episodes of a task run side by side, unless the memory lasts for the whole trial."""
+        return 1 if self.keep_memory else self.episodes_per_trial
+
+    def __post_init__(self):
+        benchmark = str(self.env).split("_")[0]  # ml1_reach and ml1_push share a preset
+        default = self.presets["halfcheetah_vel"]  # also for a family of your own
+        preset = self.presets.get(self.env) or self.presets.get(benchmark, default)
+        for name, value in preset.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def check(config):
+    """Refuse settings that cannot work, before anything starts."""
+    for f in fields(config):
+        value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
+        if type(value) not in ((int, float) if f.type is float else (f.type,)):
+            raise UserError(f"{flag(f.name)} takes a {f.type.__name__}, not {value!r}")
+        if f.type in (int, float) and not low <= value <= high:
+            raise UserError(f"{flag(f.name)} must be between {low:g} and {high:g}, not {value}")
+    if any(character in config.env for character in "/\\\0"):
+        raise UserError(f"--env names a folder: no slashes in {config.env!r}")
+    if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
+        raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
+
+
+def did_you_mean(typed, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(typed, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+# ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
+#
+# The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
+# its rewards. All tasks of a batch are stepped together, as one Gymnasium VectorEnv.
+
 
 class Tasks(VectorEnv):
-    """A family: a VectorEnv whose sub-environments are tasks, a row of `tasks` each.
+    """A task family: `num_envs` environments, and in `tasks` (num_envs, k) the task of each.
 
-    One of your own adds sample_tasks, fixed_tasks, begin (an episode), advance (a step) and observation."""
+    To add a family, implement five methods. sample_tasks(rng, n) and fixed_tasks(split, n) return n
+    rows of k numbers. begin(mask) starts an episode where the mask is true. advance(actions) takes
+    a step and returns reward, terminated and info; actions arrive clipped to [-1, 1].
+    observation() returns what the agent sees, (num_envs, state_size).
+    """
+
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
-    splits, episode_length = ("train", "test"), 200
+    splits = ("train", "test")
+    episode_length = 200
+    sample_at_test = False  # meta-test with mean actions
 
-    def __init__(self, num_tasks, seed, split, state_size, actions):
+    def __init__(self, num_tasks, seed, split, state_size, action_size):
         if split not in self.splits:
-            raise UserError(f"this family has no split {split!r}; it has: {', '.join(self.splits)}")
-        self.num_envs, self.elapsed = num_tasks, np.zeros(num_tasks, dtype=int)
-        box, batch = gymnasium.spaces.Box, gymnasium.vector.utils.batch_space
-        self.single_observation_space = box(-np.inf, np.inf, (state_size,), np.float32)
-        self.single_action_space = box(-1.0, 1.0, (actions,), np.float32)
-        self.observation_space = batch(self.single_observation_space, num_tasks)
-        self.action_space = batch(self.single_action_space, num_tasks)
-        rng = np.random.default_rng(seed)
-        self.tasks = self.sample_tasks(rng) if split == "train" else self.fixed_tasks(split)
+            raise UserError(f"this family has no split {split!r}, only {', '.join(self.splits)}")
+        Box = gymnasium.spaces.Box
+        self.num_envs = num_tasks
+        self.single_observation_space = Box(-np.inf, np.inf, (state_size,), np.float32)
+        self.single_action_space = Box(-1.0, 1.0, (action_size,), np.float32)
+        self.observation_space = Box(-np.inf, np.inf, (num_tasks, state_size), np.float32)
+        self.action_space = Box(-1.0, 1.0, (num_tasks, action_size), np.float32)
+        self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
+        self.last_observation = np.zeros((num_tasks, state_size))
+        self.last_reward = np.zeros(num_tasks)
+        if split == "train":
+            self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
+        else:
+            self.tasks = self.fixed_tasks(split, num_tasks)
 
     def reset(self, *, seed=None, options=None):
-        """New episodes of the same tasks; options: `tasks` sets them, `reset_mask` says who starts anew."""
+        """Begin episodes. Options: `tasks` sets the tasks, `reset_mask` says where to begin."""
         super().reset(seed=seed)
         options = options or {}
         if "tasks" in options:
@@ -115,249 +216,433 @@ class Tasks(VectorEnv):
         mask = options.get("reset_mask", np.ones(self.num_envs, dtype=bool))
         self.begin(mask)
         self.elapsed[mask] = 0
-        return self.observation().astype(np.float32), {}
+        self.last_reward[mask] = 0.0
+        self.last_observation = self.observation()
+        return self.last_observation.astype(np.float32), {}
 
     def step(self, actions):
-        actions = np.fmax(np.fmin(np.asarray(actions, dtype=np.float64), 1.0), -1.0)   # NaN, too
+        actions = np.clip(np.nan_to_num(np.asarray(actions, dtype=np.float64)), -1.0, 1.0)
         reward, terminated, info = self.advance(actions)
-        self.elapsed = self.elapsed + 1
-        return (self.observation().astype(np.float32), reward.astype(np.float32), terminated,
-                self.elapsed >= self.episode_length, info)
+        observation = self.observation()
+        self.elapsed += 1
+
+        # A simulation that blows up counts as a time-out in its last valid state: as a terminal it
+        # would pay off where rewards are negative. The return that a meta-test reports is filled up
+        # with the last valid reward.
+        valid = np.isfinite(observation).all(axis=1) & np.isfinite(reward)
+        blown_up = info.get("blown_up", False) | ~valid
+        observation = np.where(blown_up[:, None], self.last_observation, observation)
+        reward = np.where(blown_up, self.last_reward, reward)
+        missing_reward = blown_up * (self.episode_length - self.elapsed) * reward
+        terminated = terminated & ~blown_up
+        truncated = (self.elapsed >= self.episode_length) | blown_up
+        self.last_observation, self.last_reward = observation, reward
+        info = {**info, "blown_up": blown_up, "missing_reward": missing_reward}
+        observation, reward = observation.astype(np.float32), reward.astype(np.float32)
+        return observation, reward, terminated, truncated, info
+
 
 class MujocoTasks(Tasks):
-    """Tasks on one MuJoCo body, all stepped by one native call, in threads: no Python per task."""
-    xml, frame_skip, skipped_qpos, healthy_height = "", 5, 1, (-np.inf, np.inf)
+    """Tasks of one MuJoCo body. One native call steps all of them, in threads."""
+
+    xml = ""
+    frame_skip = 5  # physics steps per environment step
+    skipped_qpos = 1  # the agent does not see x (or x and y), the first numbers of qpos
 
     def __init__(self, num_tasks, seed=0, split="train"):
+        assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
+        self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
+        self.dt = self.model.opt.timestep * self.frame_skip
+
+        # As many threads as PyTorch has; each steps an equal share of the tasks.
         threads = torch.get_num_threads()
-        self.model = mujoco.MjModel.from_xml_path(
-            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.xml))
-        self.models = [self.model] * num_tasks
         self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
-        self.chunk = math.ceil(num_tasks / threads)                       # a share for each: 1.1 x faster
-        self.dt = self.model.opt.timestep * self.frame_skip
-        nq, nv = self.model.nq, self.model.nv
-        self.state = np.zeros((num_tasks, 1 + nq + nv))                   # time, qpos, qvel
-        self.path = np.empty((num_tasks, self.frame_skip, 1 + nq + nv))   # the physics steps of one env step
-        super().__init__(num_tasks, seed, split, nq - self.skipped_qpos + nv, self.model.nu)
+        self.chunk_size = math.ceil(num_tasks / threads)
+
+        size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
+        self.physics = np.zeros((num_tasks, size))
+        self.substeps = np.empty((num_tasks, self.frame_skip, size))
+        super().__init__(num_tasks, seed, split, size - 1 - self.skipped_qpos, self.model.nu)
 
     def begin(self, mask):
+        """Start near the resting pose, with the noise of Gymnasium's own environments."""
         n, nq, nv = int(mask.sum()), self.model.nq, self.model.nv
-        self.state[mask] = np.concatenate([                               # Gymnasium's own noise
-            np.zeros((n, 1)), self.model.qpos0 + self.np_random.uniform(-0.1, 0.1, (n, nq)),
-            0.1 * self.np_random.standard_normal((n, nv))], axis=1)
+        qpos = self.model.qpos0 + self.np_random.uniform(-0.1, 0.1, (n, nq))
+        qvel = 0.1 * self.np_random.standard_normal((n, nv))
+        self.physics[mask] = np.concatenate([np.zeros((n, 1)), qpos, qvel], axis=1)
 
     def advance(self, actions):
-        controls = np.repeat(actions[:, None], self.frame_skip, axis=1)   # (num_envs, frame_skip, nu)
-        before = self.state
-        self.pool.rollout(self.models, self.datas, before, controls, nstep=self.frame_skip, skip_checks=True,
-                          state=self.path, chunk_size=self.chunk)
-        after = self.path[:, -1].copy()
-        # MuJoCo resets what diverges, clock included. Its episode ends, a terminal, in the last sound state.
-        blown = ~(np.abs(after).max(axis=1) < 1e3) | (np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6)
-        after[blown] = before[blown]
-        self.state = after
-        velocity = (after[:, 1] - before[:, 1]) / self.dt                 # of the body along x, m/s
-        fallen = after[:, 3] != after[:, 3].clip(*self.healthy_height)    # time, x, y, height: of the ant
-        info = {"x_velocity": velocity, "blown_up": blown}
-        return self.reward(velocity, actions, fallen), fallen | blown, info
+        before = self.physics
+        models = [self.model] * self.num_envs
+        controls = np.repeat(actions[:, None], self.frame_skip, axis=1)  # (num_envs, frame_skip, A)
+        options = dict(nstep=self.frame_skip, chunk_size=self.chunk_size, skip_checks=True)
+        self.pool.rollout(models, self.datas, before, controls, state=self.substeps, **options)
+        after = self.substeps[:, -1].copy()
+
+        # MuJoCo resets a simulation that diverges, its clock included.
+        clock_reset = np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6
+        blown_up = clock_reset | ~(np.abs(after).max(axis=1) < 1e3)  # ~(<): NaN counts, too
+        after[blown_up] = before[blown_up]
+        self.physics = after
+
+        x_velocity = (after[:, 1] - before[:, 1]) / self.dt  # m/s
+        info = {"x_velocity": x_velocity, "blown_up": blown_up}
+        return self.reward(x_velocity, actions), ~self.healthy(), info
 
     def observation(self):
-        return self.state[:, 1 + self.skipped_qpos:]
+        return self.physics[:, 1 + self.skipped_qpos :]
+
+    def healthy(self):
+        return np.ones(self.num_envs, dtype=bool)
+
 
 class HalfCheetahVel(MujocoTasks):
-    """Run at a hidden velocity v*, U[0, 3], out of distribution [3, 4]: r = -|v - v*| - 0.05 sum of a^2."""
-    xml, splits = "half_cheetah.xml", ("train", "test", "ood")
+    """Run at a hidden velocity v*, drawn from [0, 3] m/s; out of distribution: [3, 4]."""
 
-    def sample_tasks(self, rng):
-        return rng.uniform(0.0, 3.0, (self.num_envs, 1))
+    xml = "half_cheetah.xml"
+    splits = ("train", "test", "ood")
 
-    def fixed_tasks(self, split):
+    def sample_tasks(self, rng, n):
+        return rng.uniform(0.0, 3.0, (n, 1))
+
+    def fixed_tasks(self, split, n):
         low, high = {"test": (0.0, 3.0), "ood": (3.0, 4.0)}[split]
-        return low + (high - low) * ((np.arange(self.num_envs)[:, None] + 0.5) / self.num_envs)  # bin centres
+        fraction = (np.arange(n) + 0.5) / n  # n = 3: 1/6, 3/6, 5/6
+        return low + (high - low) * fraction[:, None]
 
-    def reward(self, velocity, actions, fallen):
-        return -np.abs(velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
+    def reward(self, x_velocity, actions):
+        return -np.abs(x_velocity - self.tasks[:, 0]) - 0.05 * np.square(actions).sum(axis=1)
+
 
 class AntDir(MujocoTasks):
-    """Go forward (+1) or backward (-1); a torso that leaves a height of [0.2, 1.0] m has fallen."""
-    xml, skipped_qpos, healthy_height = "ant.xml", 2, (0.2, 1.0)
+    """Run forward (+1) or backward (-1) without falling."""
 
-    def sample_tasks(self, rng):
-        return rng.choice([-1.0, 1.0], (self.num_envs, 1))
+    xml = "ant.xml"
+    skipped_qpos = 2
 
-    def fixed_tasks(self, split):
-        return np.resize([1.0, -1.0], (self.num_envs, 1))
+    def sample_tasks(self, rng, n):
+        return rng.choice([-1.0, 1.0], (n, 1))
 
-    def reward(self, velocity, actions, fallen):
-        return self.tasks[:, 0] * velocity - 0.5 * np.square(actions).sum(axis=1) + ~fallen   # 1: upright
+    def fixed_tasks(self, split, n):
+        return np.resize([1.0, -1.0], (n, 1))
+
+    def healthy(self):
+        height = self.physics[:, 3]  # after time, x and y
+        return (height >= 0.2) & (height <= 1.0)
+
+    def reward(self, x_velocity, actions):
+        effort = 0.5 * np.square(actions).sum(axis=1)
+        return self.tasks[:, 0] * x_velocity - effort + self.healthy()
+
 
 @functools.cache
 def metaworld_goals(env):
-    """MetaWorld's own benchmark, the same for all: classes, goals to train on and to test on, 50 of each."""
-    import metaworld                                                      # takes a second
-    names = [name.removesuffix("-v3") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    """MetaWorld's own goals: class names, training goals and test goals, (classes, 50, 7) each.
+
+    The numbers of a goal: its class, where the object starts, where it should go.
+    """
+    import metaworld  # takes a second
+
+    ml45 = env == "ml45_train"
     name = env.removeprefix("ml1_").replace("_", "-")
-    if env != "ml45_train" and name not in names:
-        raise UserError(f"unknown task {name!r}; ml1_<task> takes: {', '.join(names)}")
-    arm = metaworld.SawyerXYZEnv
-    slow, arm._reset_hand = arm._reset_hand, lambda self, steps=0: slow(self, 1)   # 4 x faster; same goals
-    try:
-        benchmark = metaworld.ML45(seed=0) if env == "ml45_train" else metaworld.ML1(name + "-v3", seed=0)
-    finally:
-        arm._reset_hand = slow
+    names = [name.removesuffix("-v3") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    if not ml45 and name not in names:
+        hint = did_you_mean(name, names) or f"; ml1_<task> takes: {', '.join(names)}"
+        raise UserError(f"unknown task {name!r}{hint}")
+
+    benchmark = metaworld.ML45(seed=0) if ml45 else metaworld.ML1(name + "-v3", seed=0)
+    # ML45-Train is meta-tested on its training goals, as in the paper.
+    test_tasks = benchmark.train_tasks if ml45 else benchmark.test_tasks
     classes = list(benchmark.train_classes)
-    def rows(tasks):  # of 7: class, where the object starts and where it should go (3 or 6 numbers)
-        goals = [[classes.index(x.env_name), *pickle.loads(x.data)["rand_vec"]] for x in tasks]
-        return np.array([goal + [0.0] * (7 - len(goal)) for goal in goals]).reshape(len(classes), 50, 7)
-    train = rows(benchmark.train_tasks)
-    return classes, train, train if env == "ml45_train" else rows(benchmark.test_tasks)
+    goals = np.zeros((2, len(classes) * 50, 7))
+    for rows, tasks in zip(goals, (benchmark.train_tasks, test_tasks)):
+        for row, task in zip(rows, tasks):
+            positions = pickle.loads(task.data)["rand_vec"]  # 3 or 6 numbers
+            row[0] = classes.index(task.env_name)
+            row[1 : 1 + len(positions)] = positions
+    return classes, *goals.reshape(2, len(classes), 50, 7)
+
 
 class MetaWorldTasks(Tasks):
-    """A robot arm with a hidden goal: ML1 (one class), or ML45-Train (task i is of class i modulo 45)."""
-    # Each of the 50 training tasks has its object elsewhere, and agents learn by heart what that gives away.
-    blur, in_a_row = 0.0, True  # --blur: in training it is seen elsewhere (std, m); side by side: more memory
+    """A robot arm with a hidden goal: ML1 (one class of tasks) or ML45-Train (45 in turn)."""
+
+    sample_at_test = True
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
-        self.classes, self.goals, self.held_out = metaworld_goals(env)    # (classes, 50, 7) each
-        if num_tasks % len(self.classes):
-            raise UserError(f"{env} has {len(self.classes)} classes: the number of tasks (of each process) "
-                            f"must be a multiple of that, not {num_tasks}")
-        self.episode_length = 300 if split == "train" else 500            # MetaWorld's 500; fewer: more tasks
-        self.arms, self.obs, self.shift = [None] * num_tasks, *np.zeros((2, num_tasks, 39))
-        super().__init__(num_tasks, seed, split, 39, 4)
+        self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
+        # MetaWorld's episodes have 500 steps. Training on 300 leaves time for more tasks.
+        self.episode_length = 300 if split == "train" else 500
+        # Reach shows an object without a purpose whose place gives away which of the 50 training
+        # goals is meant. Agents would memorise it, so training shows it elsewhere (std in m).
+        self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
+        self.arms = [None] * num_tasks
+        self.raw_observation = np.zeros((num_tasks, 39))
+        self.object_offset = np.zeros((num_tasks, 39))
+        super().__init__(num_tasks, seed, split, state_size=39, action_size=4)
 
-    def sample_tasks(self, rng):
-        return self.pick(self.goals, rng.permuted(np.tile(np.arange(50), (len(self.classes), 1)), axis=1))
+    def sample_tasks(self, rng, n):
+        return self.pick(rng.permutation(self.train_goals, axis=1), n)
 
-    def fixed_tasks(self, split):
-        return self.pick(self.held_out, np.tile(np.arange(50), (len(self.classes), 1)))
+    def fixed_tasks(self, split, n):
+        return self.pick(self.test_goals, n)
 
-    def pick(self, goals, order):
-        """Rows (num_tasks, 7): the classes in turn, of each the next goal in its order (classes, 50)."""
-        turn, kind = divmod(np.arange(self.num_envs), len(self.classes))
-        return goals[kind, order[kind, turn % 50]]
+    def pick(self, goals, n):
+        """The first goal of each class in turn, then the second, until there are n."""
+        if n % len(self.classes):
+            raise UserError(f"the number of tasks must be a multiple of {len(self.classes)}: {n}")
+        turn, kind = divmod(np.arange(n), len(self.classes))  # 3 classes: turn 000111, kind 012012
+        return goals[kind, turn % 50]
 
     def begin(self, mask):
         import metaworld
+
         for i in np.flatnonzero(mask):
             name = self.classes[int(self.tasks[i, 0])]
             make = metaworld.ALL_V3_ENVIRONMENTS[name]
-            self.arms[i] = arm = self.arms[i] if type(self.arms[i]) is make else make()
-            goal = self.tasks[i, 1:1 + len(arm._random_reset_space.low)]
+            if type(self.arms[i]) is not make:
+                self.arms[i] = make()
+            goal = self.tasks[i, 1 : 1 + len(self.arms[i]._random_reset_space.low)]
             task = {"rand_vec": goal, "env_cls": make, "partially_observable": True}
-            arm.set_task(metaworld.Task(name, pickle.dumps(task)))
-            self.obs[i] = arm.reset()[0]
-            self.shift[i, 4:7] = self.shift[i, 22:25] = self.np_random.normal(0.0, self.blur, 3)
+            self.arms[i].set_task(metaworld.Task(name, pickle.dumps(task)))
+            self.raw_observation[i], _ = self.arms[i].reset()
+            # The object's position is at 4:7, and that of the previous frame at 22:25.
+            offset = self.np_random.normal(0.0, self.object_noise, 3)
+            self.object_offset[i, 4:7] = self.object_offset[i, 22:25] = offset
 
     def advance(self, actions):
-        clock = np.array([arm.data.time for arm in self.arms])
-        # One Python environment after the other: several processes (torchrun) make it faster.
+        """Step one Python environment after the other; torchrun does it in several processes."""
+        before = np.array([arm.data.time for arm in self.arms])
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
-        obs, reward, _, _, info = (np.array(x) for x in zip(*results))
-        went = np.array([arm.data.time for arm in self.arms]) > clock
-        blown = ~(np.isfinite(obs).all(axis=1) & np.isfinite(reward) & went)
-        self.obs = np.where(blown[:, None], self.obs, obs)
-        info = {"success": np.array([one["success"] for one in info]), "blown_up": blown}
-        return np.where(blown, 0.0, reward), blown, info
+        after = np.array([arm.data.time for arm in self.arms])
+        observations, rewards, _, _, infos = zip(*results)
+        self.raw_observation = np.array(observations)
+        success = np.array([info["success"] for info in infos])
+        info = {"success": success, "blown_up": after <= before}  # MuJoCo reset its clock
+        return np.array(rewards), np.zeros(self.num_envs, dtype=bool), info
 
     def observation(self):
-        return self.obs + self.shift
+        return self.raw_observation + self.object_offset
+
 
 FAMILIES = {"halfcheetah_vel": HalfCheetahVel, "ant_dir": AntDir}
+ENVS = (*FAMILIES, "ml1_reach", "ml1_push", "ml1_<task>", "ml45_train")
 
-def make_tasks(env, num_tasks, seed=0, split="train") -> VectorEnv:
-    """`num_tasks` tasks of a family: drawn with `seed` (train), or fixed whatever the seed (test, ood)."""
+
+def make_tasks(env, num_tasks, seed=0, split="train"):
+    """`num_tasks` tasks of a family: drawn by `seed` (train), or fixed (test, ood)."""
     if env in FAMILIES:
         return FAMILIES[env](num_tasks, seed, split)
     if env == "ml45_train" or env.startswith("ml1_"):
         return MetaWorldTasks(env, num_tasks, seed, split)
-    raise UserError(f"unknown env {env!r}; there are: {', '.join(FAMILIES)}, ml1_reach, ml1_..., ml45_train")
+    raise UserError(f"unknown env {env!r}{did_you_mean(env, ENVS)}; there are: {', '.join(ENVS)}")
 
-# 3. Working memory (Sec. 4.1; Sec. 5.1, "Memory Write Logic"; Algorithm 1) --------------------------------
 
-def windows(memories, index, start, N, state_size):
-    """What an agent remembers at some steps: N slots each, and which of them is the current one.
+# ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
+#
+# A step sees itself and the N - 1 steps before it, each as a token (s, a, r, eta). The action, the
+# reward and eta of the current step are not known yet: they are PAD, which is zero. eta is 1 at the
+# last step of an episode, so a step meets it only with --keep-memory. Trials stores every step
+# once, and `window` finds what a step sees. Acting and learning both call it, so the agent learns
+# from exactly what it saw.
 
-    Oldest first: the last memories (s, a, r, eta) of the episode, then the current (s, PAD, PAD, PAD), then
-    empty ones, which the causal mask hides. PAD is zero. Each transition is stored once: memories (steps,
-    width), index (M,), start (M,): the first that each remembers -> slots (M, N, width), current (M,)."""
-    current = (index - start).clamp(max=N - 1)
-    slot = torch.arange(N, device=index.device)
-    source = torch.minimum(index[:, None] - current[:, None] + slot, index[:, None])  # empty: any row will do
-    x = memories[source]
-    x[..., state_size:].mul_((slot < current[:, None])[..., None])                     # PAD: not known yet
-    return x, current
 
-# 4. The transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) -------------------------------------------
+class Trials:
+    """R rows of T steps of experience, filled step by step, on the device of the agent.
+
+    A row is a stream of experience of one task. The memory is empty at the beginning of an episode,
+    so the E episodes of a task share nothing, and each is a row of its own. With --keep-memory a
+    row is the paper's trial: E episodes, one after the other. After a fall the next episode begins
+    immediately, in the same row.
+    """
+
+    def __init__(self, rows, steps, sizes, generator):
+        R, T, (S, A, _) = rows, steps, sizes
+        zeros = functools.partial(torch.zeros, device=generator.device)
+
+        # What the agent may remember. Column T is for the state after the last step.
+        self.token = zeros(R, T + 1, S + A + 2)
+        self.state = self.token[:, :, :S]  # normalised; these four are views of the token
+        self.clipped_action = self.token[:, :, S : S + A]  # as the physics saw it
+        self.reward = self.token[:, :T, -2]
+        self.eta = self.token[:, :T, -1]
+        self.first = zeros(R, T + 1, dtype=torch.long)  # the first step that a step may see
+        self.observation = zeros(R, T + 1, S)  # the state before it is normalised
+        self.stored = {}  # memories of the baselines, (R, steps, ...)
+
+        # Actions and predictions.
+        self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
+        self.action = zeros(R, T, A)  # before it is clipped
+        self.log_prob = zeros(R, T)
+        self.value = zeros(R, T)
+
+        # Where a trajectory ends: by a fall, or cut off by the time limit or the end of the row.
+        self.terminated = zeros(R, T, dtype=torch.bool)
+        self.cut = zeros(R, T, dtype=torch.bool)
+        self.final_value = zeros(R, T)  # of the state after a cut
+
+        self.task = None  # (R, k), for the oracle
+        self.info = {}  # arrays (R, T): success, x_velocity, blown_up, missing_reward
+
+    def observe(self, t, observation, normalizer):
+        """Write the observations (R, S) of step t."""
+        self.observation[:, t] = torch.as_tensor(observation).to(self.observation.device)
+        self.state[:, t] = normalizer(self.observation[:, t])
+
+    def record(self, t, action, reward, eta):
+        """Complete the tokens of step t."""
+        self.clipped_action[:, t] = action.clamp(-1.0, 1.0)
+        self.reward[:, t] = torch.as_tensor(reward).to(action.device)
+        self.eta[:, t] = torch.as_tensor(eta).to(action.device)
+
+    def forget(self, t, done):
+        """After step t, clear the memory of the rows whose episode is done."""
+        rows = torch.as_tensor(np.flatnonzero(done)).to(self.first.device)
+        self.first[rows, t + 1 :] = t + 1
+
+    def episode_returns(self, episodes):
+        """Return and success (NaN if the family has none) of the first episodes, (R, episodes)."""
+        reward = self.reward.cpu().numpy() + self.info["missing_reward"]
+        success = self.info.get("success", np.full(reward.shape, np.nan))
+        done = self.eta.cpu().numpy() > 0
+        episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        row, step = np.nonzero(episode < episodes)
+
+        returns, successes = np.zeros((2, len(reward), episodes))
+        np.add.at(returns, (row, episode[row, step]), reward[row, step])
+        np.maximum.at(successes, (row, episode[row, step]), success[row, step])
+        return returns, successes
+
+
+def window(trials, row, t, N):
+    """What step t of each row sees: slots (M, N, width), oldest first, and the current slot (M,).
+
+    Algorithm 1 pads on the left; we fill the first slots first, as "Memory Write Logic" says. With
+    N = 3, an episode that began at step 7, and - for a slot that is empty and masked:
+
+        t = 7:  7 - -    current slot 0
+        t = 8:  7 8 -    current slot 1
+        t = 9:  7 8 9    current slot 2
+        t = 10: 8 9 10   current slot 2
+    """
+    oldest = torch.maximum(trials.first[row, t], t - (N - 1))
+    current = t - oldest
+    slot = torch.arange(N, device=t.device)
+    step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
+    slots = trials.token[row[:, None], step]
+
+    # Only past steps have an action, a reward and eta. Those of the others are PAD.
+    not_past = slot >= current[:, None]
+    slots[..., trials.state.shape[-1] :].masked_fill_(not_past[..., None], 0.0)
+    return slots, current
+
+
+# ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
+#
+# e^0 are the working memories, and each layer refines them (Eq. 6). alpha says how relevant each
+# memory is to the query (Eq. 4); mu, their weighted sum, represents the task (Eq. 3 and 5) and is
+# the consensus of Theorem 1.
+
 
 def sinusoids(N, d):
-    """Positional encoding of "Attention is all you need": (N, d)."""
+    """The positional encoding of "Attention is all you need", (N, d)."""
     angle = torch.arange(N)[:, None] / 10_000 ** (torch.arange(0, d, 2) / d)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
 
+
 class Layer(nn.Module):
-    """One refinement e^{l-1} -> e^l (Eq. 6): self-attention and a position-wise network, both residual."""
-    def __init__(self, d, heads, d_ff, layer_norm):
+    """One refinement e^{l-1} -> e^l (Eq. 6): self-attention, then a position-wise network."""
+
+    def __init__(self, d, heads, layer_norm):
         super().__init__()
         self.heads = heads
-        self.q, self.v, self.out = (nn.Linear(d, d) for _ in range(3))
-        self.k = nn.Linear(d, d, bias=False)              # a bias of all keys would cancel in the softmax
-        self.ff1, self.ff2 = nn.Linear(d, d_ff), nn.Linear(d_ff, d)
-        self.norm1, self.norm2 = (nn.LayerNorm(d) if layer_norm else nn.Identity() for _ in range(2))
+        self.query = nn.Linear(d, d)
+        self.key = nn.Linear(d, d, bias=False)  # a bias shared by all keys cancels in the softmax
+        self.value = nn.Linear(d, d)
+        self.out = nn.Linear(d, d)  # W_o of Eq. 1
+        self.ff1 = nn.Linear(d, 4 * d)
+        self.ff2 = nn.Linear(4 * d, d)
+        self.norm1 = nn.LayerNorm(d) if layer_norm else nn.Identity()
+        self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
-    def forward(self, e):
-        """Memories e (M, N, d) -> refined by those before them (M, N, d), and alpha (M, heads, N, N)."""
-        M, N, d = e.shape
-        q, k, v = (x.view(M, N, self.heads, -1).transpose(1, 2) for x in (self.q(e), self.k(e), self.v(e)))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(d // self.heads)     # (M, heads, N, N)
-        slot = torch.arange(N, device=e.device)
-        alpha = scores.masked_fill(slot[:, None] < slot, -torch.inf).softmax(dim=-1)   # Eq. 4: i sees j <= i
-        mu = (alpha @ v).transpose(1, 2).reshape(M, N, d)                 # Eq. 5; heads side by side, Eq. 1
-        return self.refine(e, mu), alpha
+    def forward(self, query_memories, e, visible):
+        """Refine query_memories (M, Q, d) by those of e (M, N, d) that are visible to them."""
+        q, k, v = self.query(query_memories), self.key(e), self.value(e)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
 
-    def one(self, e, current):
-        """The same for one slot of each, current (M,) -> (M, d), and no key, no value: for the last layer."""
-        M, N, d = e.shape
-        now = e[torch.arange(M, device=e.device), current]
-        q = self.q(now).view(M, self.heads, -1)
-        w_k, w_v = (x.weight.view(self.heads, -1, d) for x in (self.k, self.v))   # (heads, d / heads, d)
-        asked = (q.transpose(0, 1) @ w_k).transpose(0, 1)                 # q . (W_k e_n) = (W_k^T q) . e_n
-        scores = asked @ e.transpose(1, 2) / math.sqrt(d // self.heads)   # (M, heads, N)
-        hidden = torch.arange(N, device=e.device) > current[:, None, None]
-        alpha = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        mu = (alpha @ e).transpose(0, 1) @ w_v.transpose(1, 2)            # (heads, M, d / heads)
-        return self.refine(now, mu.transpose(0, 1).reshape(M, d) + self.v.bias)
-
-    def refine(self, e, mu):
-        e = self.norm1(e + self.out(mu))                                  # out: W_o of Eq. 1
+        # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. (Eq. 4
+        # as printed has 1 / sqrt(d) outside and i <= j; Eq. 1 and causality want this.) One call
+        # computes both, several times faster than two lines.
+        mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, Q, d / heads)
+        mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
+        e = self.norm1(query_memories + self.out(mu))
         return self.norm2(e + self.ff2(F.relu(self.ff1(e))))
 
+
 class Transformer(nn.Module):
-    """e^0 = phi_1 .. phi_N -> e^L: the episodic memory, refined layer by layer."""
-    def __init__(self, layers, d, heads, d_ff, tfixup):
+    """The working memories e^0 -> e^L, the episodic memory of the current step."""
+
+    def __init__(self, layers, d, heads, tfixup):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(d, heads, d_ff, layer_norm=not tfixup) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(d, heads, not tfixup) for _ in range(layers))
         for layer in self.layers:
-            for linear in (layer.q, layer.k, layer.v, layer.out, layer.ff1, layer.ff2):
+            for linear in (layer.query, layer.key, layer.value, layer.out, layer.ff1, layer.ff2):
                 nn.init.xavier_uniform_(linear.weight)
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
-            if tfixup:  # Sec. 3.3; its N is the layers, our L
-                for linear in (layer.v, layer.out, layer.ff1, layer.ff2):
-                    linear.weight.data *= 0.67 * layers ** -0.25
+            # T-Fixup scales these by 0.67 N^(-1/4). Its N is the number of layers, our L.
+            if tfixup:
+                for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
+                    linear.weight.data *= 0.67 * layers**-0.25
 
     def forward(self, e, current):
-        """e (M, N, d), current (M,) -> the refined memory of the current step, all that is needed: (M, d)."""
+        """e (M, N, d), current (M,) -> (M, d)."""
+        M, N, _ = e.shape
+        slot = torch.arange(N, device=e.device)
+        causal = slot[:, None] >= slot  # (N, N): slot i sees the slots j <= i
         for layer in self.layers[:-1]:
-            e, _ = layer(e)
-        return self.layers[-1].one(e, current)
+            e = layer(e, e, causal)
 
-# 5. The agent: normaliser, memory, policy and value heads. The memory is all that tells RL^2 from TrMRL. ----
+        # The policy reads the current slot only: in the last layer it is the only query.
+        query = e[torch.arange(M, device=e.device), current][:, None]  # (M, 1, d)
+        visible = causal[current][:, None, None]  # (M, 1, 1, N)
+        return self.layers[-1](query, e, visible)[:, 0]
+
+
+# ---- 5. Agent (Fig. 1) ---------------------------------------------------------------------------
+#
+# Agent is what TrMRL and the baselines share: a normaliser, a policy head and a value head on top
+# of a memory. TrMRL adds the memory. The value head reads the same memory as the policy, because
+# predicting values teaches the memory which task it is in.
+
+
+def rank():
+    """The number of this process. torchrun starts several; process 0 writes files and prints."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_processes(x):
+    if world_size() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def moments(x):
+    """Count, mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * world_size()
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return n, mean, var
+
 
 class Normalizer(nn.Module):
-    """Running mean and variance of all that was seen, merged batch by batch (Chan et al.)."""
+    """Running mean and variance of everything seen so far."""
+
     def __init__(self, size):
         super().__init__()
         self.register_buffer("mean", torch.zeros(size))
@@ -367,734 +652,812 @@ class Normalizer(nn.Module):
     def forward(self, x):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
-    def update(self, x):                                                  # (M, size)
-        n, total, delta = len(x), self.count + len(x), x.mean(dim=0) - self.mean
-        between = delta ** 2 * self.count * n / total
-        spread = self.var * self.count + x.var(dim=0, unbiased=False) * n + between
+    def update(self, x):
+        """Merge the rows of x (M, size), by the rule of Chan et al."""
+        n, mean, var = moments(x)
+        total = self.count + n
+        delta = mean - self.mean
+        between = delta.square() * self.count * n / total
+        self.var.copy_((self.var * self.count + var * n + between) / total)
         self.mean += delta * n / total
-        self.var.copy_(spread / total)
         self.count.copy_(total)
 
-def mlp(sizes, output_scale):
-    """Linear and tanh in turn, Xavier; the last layer is linear and scaled."""
+
+def mlp(sizes, output_scale=1.0):
+    """Linear layers with tanh between them, Xavier initialisation, the last one scaled."""
     modules = []
-    for a, b in zip(sizes, sizes[1:]):
-        modules += [nn.Linear(a, b), nn.Tanh()]
-        nn.init.xavier_uniform_(modules[-2].weight)
-        nn.init.zeros_(modules[-2].bias)
-    modules[-2].weight.data *= output_scale
-    return nn.Sequential(*modules[:-1])
+    for inputs, outputs in zip(sizes, sizes[1:]):
+        linear = nn.Linear(inputs, outputs)
+        nn.init.xavier_uniform_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        modules += [linear, nn.Tanh()]
+    modules.pop()  # no tanh after the last layer
+    modules[-1].weight.data *= output_scale
+    return nn.Sequential(*modules)
 
-class EpisodicMemory(nn.Module):
-    """TrMRL's memory: a queue of working memories, embedded by phi, refined by the transformer."""
-    def __init__(self, config, state_size, width):
-        super().__init__()
-        self.config, self.state_size, self.width, d = config, state_size, width, config.d_model
-        self.phi = nn.Linear(width, d, bias=False)
-        nn.init.xavier_uniform_(self.phi.weight)
-        if config.tfixup:  # Sec. 3.3 and T-Fixup's rule for embeddings
-            nn.init.normal_(self.phi.weight, std=d ** -0.5 * (9 * config.layers) ** -0.25)
-        self.register_buffer("positions", sinusoids(config.memory_length, d))
-        self.transformer = Transformer(config.layers, d, config.heads, config.d_ff, config.tfixup)
-
-    def remember(self, x, current):
-        """x (M, N, width), current (M,) -> the episodic memory e^L of the current step (M, d)."""
-        return self.transformer(self.phi(x) + self.positions, current)
-
-    def reset(self, num_tasks):
-        """Empty queues: the last N steps of each task, the current one last, and how many are before it."""
-        device = self.positions.device
-        self.last = torch.zeros(num_tasks, self.config.memory_length, self.width, device=device)
-        self.before = torch.zeros(num_tasks, dtype=torch.long, device=device)
-
-    def read(self, state):
-        """D <- D u (s_next, a_PAD, r_PAD, eta_PAD); then attend."""
-        B, N, width = self.last.shape
-        self.last = torch.cat([self.last[:, 1:], F.pad(state, (0, width - self.state_size))[:, None]], dim=1)
-        index = N * torch.arange(B, device=state.device) + N - 1
-        x, current = windows(self.last.view(-1, width), index, index - self.before, N, self.state_size)
-        return self.remember(x, current)
-
-    def write(self, action_reward_eta):
-        """B <- B u (s_t, a_t, r_t, eta_t); who ends its episode forgets."""
-        self.last[:, -1, self.state_size:] = action_reward_eta
-        self.before = (self.before + 1).clamp(max=self.config.memory_length - 1)
-        if not self.config.keep_memory:
-            self.before = torch.where(action_reward_eta[:, -1] > 0, 0, self.before)
-
-    def recall(self, memories, start, index):
-        """For learning: what `read` gave at these steps of a batch; memories (B, T, width), start (B, T)."""
-        _, T, width = memories.shape
-        first = start.flatten()[index] + index // T * T                   # counted within all B * T steps
-        return self.remember(*windows(memories.view(-1, width), index, first, self.config.memory_length,
-                                      self.state_size))
-
-class RecurrentMemory(nn.Module):
-    """RL^2 (Duan et al. 2016): a GRU over (s_t, a_{t-1}, r_{t-1}, eta_{t-1}) that lives through the trial."""
-    def __init__(self, config, state_size, width):
-        super().__init__()
-        self.state_size, self.rest = state_size, width - state_size
-        self.gru = nn.GRU(width, config.d_model, batch_first=True)
-
-    def reset(self, num_tasks):
-        self.h, self.last = None, torch.zeros(num_tasks, self.rest, device=self.gru.weight_hh_l0.device)
-
-    def write(self, action_reward_eta):
-        self.last = action_reward_eta
-
-    def read(self, state):
-        e, self.h = self.gru(torch.cat([state, self.last], dim=1)[:, None], self.h)
-        return e[:, 0]
-
-    def recall(self, memories, start, index):
-        """The same for learning: index (M,), all steps of some trials in order -> (M, d), in one graph."""
-        state, rest = memories.flatten(0, 1)[index].view(-1, memories.shape[1], memories.shape[2]).split(
-            [self.state_size, self.rest], dim=2)
-        before = F.pad(rest[:, :-1], (0, 0, 1, 0))                        # a, r, eta of the step before
-        return self.gru(torch.cat([state, before], dim=2))[0].flatten(0, 1)
-
-def state_size(config, envs):
-    """Of what the agent sees: the observation and, for the oracle, the task."""
-    return envs.single_observation_space.shape[0] + (config.agent == "oracle") * envs.tasks.shape[1]
 
 class Agent(nn.Module):
-    """To use one: `reset`, then `act` and `observe` in turn (Algorithm 1), NumPy in and out."""
-    def __init__(self, config: Config, state_size, action_low, action_high):
-        super().__init__()
-        self.config, self.state_size, self.trained_steps = config, state_size, 0
-        A, d = len(action_low), config.d_model
-        self.register_buffer("action_low", torch.as_tensor(action_low, dtype=torch.float32))
-        self.register_buffer("action_high", torch.as_tensor(action_high, dtype=torch.float32))
-        self.normalizer = Normalizer(state_size)
-        self.rewards = None if config.reward_scale else Normalizer(1)     # to learn their scale from
-        kind = RecurrentMemory if config.agent == "rl2" else EpisodicMemory
-        self.memory = kind(config, state_size, width=state_size + A + 2)  # of (s, a, r, eta)
-        self.policy = mlp([d, 64, 64, A], output_scale=0.01)
-        self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
-        self.value = mlp([state_size if config.separate_value else d, 64, 64, 1], output_scale=1.0)
+    """The interface that collect, train and meta_test use:
 
-    def values(self, e, state):
-        """Memories (..., d) and normalised states (..., state_size) -> values (...)."""
-        return self.value(state if self.config.separate_value else e).squeeze(-1)
+        new_trials(rows, steps, generator)    an empty buffer
+        act(trials, t, sample)                action, log_prob and value of step t of all rows
+        evaluate(trials, row, t)              log_prob and value of stored actions, for learning
+        minibatches(trials, generator)        the steps (row, t) of each gradient step
+        update(trials, optimizer, generator)  learn from a batch; returns metrics for progress.csv
+
+    A subclass defines its memory: recall(trials, row, t) -> e (M, memory_size).
+    """
+
+    name = ""  # in the names of run folders
+    command = ""  # that users type
+    Config = Config
+    test_episodes = 1  # of a periodic meta-test; the last of them is the agent's score
+
+    def __init__(self, config, sizes, memory_size):
+        super().__init__()
+        self.config = config
+        self.sizes = sizes  # of a state, an action and a task: (S, A, k)
+        self.folder = None  # of its run
+        self.trained_steps = 0
+        S, A, _ = sizes
+        self.normalizer = Normalizer(S)
+        self.reward_stats = Normalizer(1)
+        self.policy = mlp([memory_size, 64, 64, A], output_scale=0.01)
+        self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
+        self.value = mlp([memory_size, 64, 64, 1])
+
+    @property
+    def device(self):
+        return self.normalizer.mean.device
+
+    def new_trials(self, rows, steps, generator):
+        return Trials(rows, steps, self.sizes, generator)
+
+    def act(self, trials, t, sample):
+        """Action (R, A), its log_prob (R,) and the value (R,) of step t; the mean or a sample."""
+        row = torch.arange(len(trials.token), device=self.device)
+        e = self.recall(trials, row, torch.full_like(row, t))
+        mean = self.policy(e)
+        action = mean + self.log_std.exp() * trials.noise[:, t] if sample else mean
+        return action, self.log_prob(mean, action), self.value(e).squeeze(-1)
+
+    def evaluate(self, trials, row, t):
+        """Log-probability of the stored actions and value, (M,) each, under the current weights."""
+        e = self.recall(trials, row, t)
+        log_prob = self.log_prob(self.policy(e), trials.action[row, t])
+        return log_prob, self.value(e).squeeze(-1)
 
     def log_prob(self, mean, action):
-        """Of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
-        z = (action - mean) * (-self.log_std).exp()
-        return -0.5 * z.square().sum(dim=-1) - (self.log_std + 0.5 * math.log(2 * math.pi)).sum()
+        """Of a Gaussian with independent components: (M, A), (M, A) -> (M,)."""
+        z = (action - mean) / self.log_std.exp()
+        return (-0.5 * z.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
-    def entropy(self):
-        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum()
+    def minibatches(self, trials, generator):
+        """All steps in random order, `minibatch` at a time; an incomplete last one is dropped."""
+        R, T = trials.value.shape
+        size = self.config.minibatch // world_size()
+        order = torch.randperm(R * T, generator=generator, device=self.device)
+        for index in order[: R * T // size * size].split(size):
+            yield index // T, index % T  # numbered row by row; with T = 3, 7 is row 2, t 1
 
-    def reset(self, num_tasks, generator=None):
-        """Empty memories for so many tasks; `generator` draws the noise of sampled actions."""
-        self.memory.reset(num_tasks)
-        self.generator, self.pending = generator, None
+    def update(self, trials, optimizer, generator):
+        return ppo_update(self, trials, optimizer, generator)
 
-    def act(self, obs, sample=False):
-        """Observations (B, state_size) -> the policy's mean action (B, A), or a sample of it."""
-        return self.step(obs, sample)[0].cpu().numpy()
+    def parameter_groups(self):
+        """For Adam: the value head has a learning rate of its own."""
+        value = list(self.value.parameters())
+        others = [p for name, p in self.named_parameters() if not name.startswith("value.")]
+        return [dict(params=others, lr=self.config.lr), dict(params=value, lr=self.config.value_lr)]
 
-    def observe(self, action, reward, terminated):
-        """Completes the working memory of this step; who is `terminated`, also by the clock, starts anew."""
-        row = (np.asarray(x, dtype=np.float32).reshape(len(action), -1) for x in (action, reward, terminated))
-        self.pending = np.concatenate(list(row), axis=1)    # the next `act` takes it along: one transfer
+
+class TrMRL(Agent):
+    """TrMRL: meta-train or meta-test a transformer that adapts to new tasks."""
+
+    name = "trmrl"
+    command = "python trmrl.py"
+
+    def __init__(self, config, sizes):
+        d, L = config.d_model, config.layers
+        super().__init__(config, sizes, memory_size=d)
+        S, A, _ = sizes
+        self.phi = nn.Linear(S + A + 2, d, bias=False)
+        if config.tfixup:  # Sec. 3.3, times (9 L)^(-1/4), which the paper on T-Fixup adds
+            nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
+        else:
+            nn.init.xavier_uniform_(self.phi.weight)
+        self.register_buffer("positions", sinusoids(config.memory_length, d))
+        self.transformer = Transformer(L, d, config.heads, config.tfixup)
+
+    def recall(self, trials, row, t):
+        """The episodic memory e^L of step t of each row, (M, d)."""
+        slots, current = window(trials, row, t, self.config.memory_length)
+        working_memories = self.phi(slots) + self.positions  # (M, N, d)
+        return self.transformer(working_memories, current)
+
+
+# ---- 6. Collecting trials (Algorithm 1) ----------------------------------------------------------
+#
+# One collector for meta-training and meta-testing, for TrMRL and the baselines.
+
+
+@contextlib.contextmanager
+def one_thread():
+    """The policy is too small for several threads; idle ones would only slow the physics down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
+@torch.no_grad()
+def collect(agent, envs, tasks, steps, sample, seed):
+    """Algorithm 1 in all environments at once: Trials of `steps` steps of tasks (num_envs, k)."""
+    env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
+    generator = torch.Generator(agent.device).manual_seed(noise_seed)
+    clears_memory = not agent.config.keep_memory
+    infos = []
+
+    # Initialise the buffer B; observe s_0.
+    trials = agent.new_trials(envs.num_envs, steps, generator)
+    trials.task = torch.as_tensor(tasks, dtype=torch.float32).to(agent.device)
+    observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
+    trials.observe(0, observation, agent.normalizer)
+
+    for t in range(steps):
+        # `act`: D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the
+        # working memories; refine them to e^L; sample a_t from the policy on e^L of this step.
+        action, log_prob, value = agent.act(trials, t, sample)
+        trials.action[:, t] = action
+        trials.log_prob[:, t] = log_prob
+        trials.value[:, t] = value
+
+        # Apply a_t to the MDP and collect s_{t+1}, r_t, eta_t; B <- B u (s_t, a_t, r_t, eta_t).
+        observation, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
+        trials.record(t, action, reward, eta=terminated)
+        trials.terminated[:, t] = torch.as_tensor(terminated).to(agent.device)
+        trials.observe(t + 1, observation, agent.normalizer)
+        infos.append(info)
+
+        # Where the time limit ends an episode and its memory, or the row ends, PPO bootstraps from
+        # the value of the final state, as if the episode went on: eta is still 0.
+        row_ends = t == steps - 1
+        cut = ~terminated & (truncated & clears_memory | row_ends)
+        if cut.any():
+            _, _, trials.final_value[:, t] = agent.act(trials, t + 1, sample)  # the value
+            trials.cut[:, t] = torch.as_tensor(cut).to(agent.device)
+
+        # Begin the next episode where one ended, with an empty memory.
+        done = terminated | truncated
+        if done.any():
+            trials.eta[:, t] = torch.as_tensor(done).to(agent.device)
+            if clears_memory:
+                trials.forget(t, done)
+            if not row_ends:
+                observation, _ = envs.reset(options={"reset_mask": done})
+                trials.observe(t + 1, observation, agent.normalizer)
+
+    trials.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
+    return trials
+
+
+class Player:
+    """An agent for your own loop, NumPy in and out: act, step the environments, observe."""
+
+    def __init__(self, agent, num_tasks, max_steps=10_000):
+        self.agent = agent
+        self.trials = agent.new_trials(num_tasks, max_steps, torch.Generator(agent.device))
+        self.t = 0
 
     @torch.no_grad()
-    def step(self, obs, sample):
-        """As `act`, but all that it finds, on the device: action, its mean, memory e^L, normalised state."""
-        obs, A = np.asarray(obs, dtype=np.float32), len(self.log_std)
-        if self.pending is None:
-            state = torch.as_tensor(obs).to(self.log_std.device)
-        else:
-            new = torch.as_tensor(np.concatenate([obs, self.pending], axis=1)).to(self.log_std.device)
-            state, action, reward_eta = new.split([self.state_size, A, 2], dim=1)
-            action = action.clamp(self.action_low, self.action_high)      # as the physics saw it
-            self.memory.write(torch.cat([action, reward_eta], dim=1))
-            self.pending = None
-        state = self.normalizer(state)
-        e = self.memory.read(state)
-        mean = self.policy(e)
-        noise = torch.randn(mean.shape, generator=self.generator, device=mean.device) if sample else 0.0
-        return mean + self.log_std.exp() * noise, mean, e, state
+    def act(self, observation, sample=False):
+        """Actions for observations (num_tasks, S). Asking twice gives the same answer twice."""
+        self.trials.observe(self.t, observation, self.agent.normalizer)
+        action, log_prob, _ = self.agent.act(self.trials, self.t, sample)
+        self.trials.action[:, self.t] = action
+        self.trials.log_prob[:, self.t] = log_prob
+        return action.cpu().numpy()
 
-# 6. Trials: E episodes of each task in a row. One collector for meta-training and meta-testing. -----------
+    def observe(self, action, reward, done):
+        """Complete the working memory of this step; where an episode is done, clear the memory."""
+        self.trials.record(self.t, torch.as_tensor(action).to(self.agent.device), reward, done)
+        if not self.agent.config.keep_memory:
+            self.trials.forget(self.t, done)
+        self.t += 1
 
-@dataclass
-class Trials:
-    """B tasks times T steps; tensors on the agent's device, arrays on the CPU."""
-    memories: torch.Tensor           # (B, T, width): normalised s, clipped a, r, eta
-    action: torch.Tensor             # (B, T, A) as sampled
-    logp: torch.Tensor               # (B, T)
-    value: torch.Tensor              # (B, T)
-    start: torch.Tensor              # (B, T): the first step that this one remembers
-    obs: np.ndarray                  # (B, T, state_size) as given
-    reward: np.ndarray               # (B, T)
-    terminated: np.ndarray           # (B, T): falls; an end by the clock is none
-    episode: np.ndarray              # (B, T): 0, 1, ...
-    info: dict                       # (B, T) each: success, x_velocity, blown_up, where a family has them
 
-    def returns(self, episodes):
-        """Return and success (NaN where a family has none) of the first episodes, (B, episodes) each."""
-        which = self.episode[:, :, None] == np.arange(episodes)           # (B, T, episodes)
-        success = np.asarray(self.info.get("success", np.full(self.reward.shape, np.nan)), dtype=float)
-        return ((self.reward[:, :, None] * which).sum(axis=1),
-                np.where(which, success[:, :, None], -np.inf).max(axis=1))
+# ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
+#
+# Minibatches mix tasks and time. The paper maximises the return of the E episodes of a trial as one
+# trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
+# longer depend on earlier actions. A fall is terminal, with value 0; at a time limit we bootstrap.
 
-@torch.no_grad()
-def collect(agent, envs, episodes, sample, seed, tasks=None) -> Trials:
-    """Trials of `episodes` times the family's episode length, of the tasks of `envs` or of those given.
 
-    Has `envs` room for `episodes` of each task, they run side by side and are then put in a row: faster, and
-    the same where memories end with the episode. Whoever falls begins its next one at once: no task waits."""
-    tasks, device = envs.tasks if tasks is None else tasks, agent.log_std.device
-    side_by_side, T = envs.num_envs // len(tasks), episodes * envs.episode_length
-    env_seed, torch_seed = (int(s) for s in np.random.SeedSequence(seed).generate_state(2))
-    agent.reset(envs.num_envs, torch.Generator(device).manual_seed(torch_seed))
-    obs, _ = envs.reset(seed=env_seed, options={"tasks": np.repeat(tasks, side_by_side, axis=0)})
-    thoughts, events, infos, threads = [], [], [], torch.get_num_threads()
-    torch.set_num_threads(1)                               # idle, PyTorch's others would hold up the physics
-    while len(events) < T // side_by_side:
-        if events and done.any():
-            obs, _ = envs.reset(options={"reset_mask": done})
-        if agent.config.agent == "oracle":
-            obs = np.concatenate([obs, envs.tasks], axis=1, dtype=np.float32)
-        action, mean, e, state = agent.step(obs, sample)
-        sent = action.cpu().numpy()
-        seen, (obs, reward, terminated, truncated, info) = obs, envs.step(sent)
-        done = terminated | truncated
-        agent.observe(sent, reward, done)
-        thoughts.append((action, mean, e, state))
-        events.append((seen, reward.astype(np.float32), terminated, done))
-        infos.append(info)
-    torch.set_num_threads(threads)
-    done[:] = True                                         # here ends what ran side by side
-    action, mean, e, state = (torch.stack(x, 1).reshape(-1, T, x[0].shape[1]) for x in zip(*thoughts))
-    obs, reward, terminated, done = (np.stack(x, 1).reshape(-1, T, *x[0].shape[1:]) for x in zip(*events))
-    forgets = done & (not agent.config.keep_memory and agent.config.agent != "rl2")
-    start = np.maximum.accumulate(np.roll(forgets, 1, axis=1) * np.arange(T), axis=1)
-    ends, lane = done.reshape(envs.num_envs, -1), np.arange(envs.num_envs)[:, None] % side_by_side
-    episode = (ends.cumsum(axis=1) - ends) * side_by_side + lane          # the first are 0, 1, ..., E - 1
-    reward_eta = torch.as_tensor(np.stack([reward, done], axis=-1).astype(np.float32)).to(device)
-    memories = torch.cat([state, action.clamp(agent.action_low, agent.action_high), reward_eta], dim=-1)
-    return Trials(memories, action, agent.log_prob(mean, action), agent.values(e, state),
-                  torch.as_tensor(start).to(device), obs, reward, terminated, episode.reshape(-1, T),
-                  {key: np.stack([info[key] for info in infos], 1).reshape(-1, T)
-                   for key in ("success", "x_velocity", "blown_up") if key in infos[0]})
+def gae(reward, value, next_value, continues, gamma, lam):
+    """Generalised advantage estimation along the rows; all (R, T).
 
-# Several processes (torchrun): each collects its share of the tasks, then all have all trials, each computes
-# its share of every minibatch, and gradients are averaged: the update of one process, but for rounding.
-
-def processes(device=None):
-    """(number of this process, how many there are); a device: join the others of torchrun first."""
-    if device and {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
-        torch.compiler.reset()               # loads the compiler: if loaded later, it would keep the group
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # or exit may crash
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-def gather(trials):
-    """The trials of all processes, for each of them."""
-    if not dist.is_initialized():
-        return trials
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [x.cpu() if torch.is_tensor(x) else x for x in vars(trials).values()])
-    def join(parts):
-        if isinstance(parts[0], dict):
-            return {key: join([part[key] for part in parts]) for key in parts[0]}
-        return torch.cat(parts).to(trials.logp.device) if torch.is_tensor(parts[0]) else np.concatenate(parts)
-    return Trials(*map(join, zip(*everyone)))
-
-def average(x):
-    """In place, over all processes."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-        x /= dist.get_world_size()
-
-# 7. PPO over trials (Sec. 5.1, "Meta-Training") -----------------------------------------------------------
-
-def gae(reward, value, terminated, gamma, lam):
-    """Advantages over whole trials, (B, T) each: E episodes are one trajectory with one discounted return.
-
-    - The end of an episode by the clock is none: its last step bootstraps from the first of the next episode.
-    - A fall is an end: nothing flows back over it, or falling would be a way to leave a bad episode.
-    - The trial is the horizon: nothing comes after it, so its last step has no bootstrap."""
-    advantage, T = torch.zeros_like(reward), reward.shape[1]
-    for t in reversed(range(T)):
-        goes_on = 1.0 - terminated[:, t] if t + 1 < T else torch.zeros_like(reward[:, t])
-        following = min(t + 1, T - 1)
-        delta = reward[:, t] + gamma * goes_on * value[:, following] - value[:, t]
-        advantage[:, t] = delta + gamma * lam * goes_on * advantage[:, following]
+    `next_value` is the value of the next state; `continues` is false where the next step
+    of the row belongs to another trajectory.
+    """
+    delta = reward + gamma * next_value - value
+    advantage = torch.zeros_like(delta)
+    next_advantage = torch.zeros_like(delta[:, 0])
+    for t in reversed(range(delta.shape[1])):
+        next_advantage = delta[:, t] + gamma * lam * continues[:, t] * next_advantage
+        advantage[:, t] = next_advantage
     return advantage
 
-METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
-def ppo_loss(agent, e, state, action, logp_old, advantage, target, config):
-    """Loss of M steps, all terms means: memories e (M, d), normalised advantages; METRICS but the last."""
-    value = agent.values(e, state)
-    log_ratio = agent.log_prob(agent.policy(e), action) - logp_old
-    ratio = log_ratio.exp()                                               # (M,)
-    clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
+def advantages_and_returns(agent, trials):
+    """Advantages of zero mean and unit variance, and the targets of the value head, (R, T)."""
+    config = agent.config
+
+    # A constant reward r is worth r / (1 - gamma). Scale rewards so that this is about 1.
+    agent.reward_stats.update(trials.reward.reshape(-1, 1))
+    root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
+    reward = (1 - config.gamma) / root_mean_square * trials.reward
+
+    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the last step always ends
+    next_value = torch.where(trials.cut, trials.final_value, next_value)
+    next_value = next_value.masked_fill(trials.terminated, 0.0)
+    continues = ~(trials.cut | trials.terminated)
+    advantage = gae(reward, trials.value, next_value, continues, config.gamma, config.gae_lambda)
+    returns = advantage + trials.value
+
+    _, mean, var = moments(advantage.reshape(-1, 1))
+    return (advantage - mean) / (var.sqrt() + 1e-8), returns
+
+
+def ppo_loss(log_prob, value, old_log_prob, advantage, returns, clip):
+    """The clipped objective over M steps, and metrics."""
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-    value_loss, entropy = F.mse_loss(value, target), agent.entropy()
-    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-    with torch.no_grad():
-        approx_kl, clip_fraction = (ratio - 1 - log_ratio).mean(), (ratio != clipped).float().mean()
-    return loss, (policy_loss, value_loss, entropy, approx_kl, clip_fraction)
+    value_loss = F.mse_loss(value, returns)
+    metrics = {
+        "policy_loss": policy_loss.detach(),
+        "value_loss": value_loss.detach(),
+        "approx_kl": (ratio - 1 - log_ratio).mean().detach(),
+        "clip_fraction": (ratio != clipped).float().mean(),
+    }
+    return policy_loss + 0.5 * value_loss, metrics
 
-def make_optimizer(agent, config):
-    """Adam on one long vector, whose views all parameters become: a few calls instead of hundreds."""
-    parameters, tail = list(agent.parameters()), -sum(p.numel() for p in agent.value.parameters())
-    vector = torch.cat([p.detach().flatten() for p in parameters])
-    gradient, sizes = torch.zeros_like(vector), [p.numel() for p in parameters]
-    for p, part, grad in zip(parameters, vector.split(sizes), gradient.split(sizes)):
-        p.data, p.grad = part.view_as(p), grad.view_as(p)
-    rest, value = vector[:tail], vector[tail:]             # its own rate for the value head, which is last
-    rest.grad, value.grad = gradient[:tail], gradient[tail:]
-    groups = [{"params": [rest], "rate": config.lr}, {"params": [value], "rate": config.value_lr}]
-    optimizer = torch.optim.Adam(groups, config.lr, eps=1e-5, fused=True)
-    optimizer.gradient = gradient                          # of all, to be zeroed and clipped at once
-    return optimizer
 
-def ppo_update(agent, optimizer, trials, config, generator):
-    """Epochs of minibatches that mix tasks and time. Only METRICS leave the device, once, at the end."""
-    device, (B, T) = trials.logp.device, trials.logp.shape
-    reward, scale = trials.memories[..., -2], config.reward_scale         # width: ..., r, eta
-    if agent.rewards:                                      # learned: steady rewards have values of about 1
-        agent.rewards.update(reward.reshape(-1, 1))
-        scale = (1 - config.gamma) / (agent.rewards.var + agent.rewards.mean ** 2 + 1e-8).sqrt()
-    reward = scale * reward
-    terminated = torch.as_tensor(trials.terminated, dtype=torch.float32).to(device)
-    if config.endless:  # the value of the last step before the memory empties stands for what was cut off
-        clock = (trials.start.diff(append=trials.start[:, :1] - 1) != 0) * (1.0 - terminated)
-        reward, terminated = reward + config.gamma * trials.value * clock, terminated + clock
-    advantage = gae(reward, trials.value, terminated, config.gamma, config.gae_lambda)
-    target = (advantage + trials.value).flatten()
-    state, action = trials.memories[..., :agent.state_size].flatten(0, 1), trials.action.flatten(0, 1)
-    logp, advantage = trials.logp.flatten(), advantage.flatten()
-    unit = T if config.agent == "rl2" else 1                              # RL^2 learns from whole trials
-    size, within = max(1, config.minibatch // unit), torch.arange(unit, device=device)
-    gradient, (rank, world) = optimizer.gradient, processes()
-    totals, count = torch.zeros(len(METRICS) + 1, device=device), 0
-    def loss_of(index, mean, std):                                        # (M,) steps; of their advantages
-        e = agent.memory.recall(trials.memories, trials.start, index)
-        return ppo_loss(agent, e, state[index], action[index], logp[index],
-                        (advantage[index] - mean) / (std + 1e-8), target[index], config)
-    loss_of = torch.compile(loss_of) if config.compile else loss_of
-    for _ in range(config.epochs):
-        order = torch.randperm(B * T // unit, generator=generator, device=device)
-        for chosen in order.split(size)[:len(order) // size]:             # less an odd rest
-            steps = unit * chosen[:, None] + within                       # (size, unit)
-            std, mean = torch.std_mean(advantage[steps])
-            loss, log = loss_of(steps[rank::world].flatten(), mean, std)  # the share of this process
-            gradient.zero_()
-            loss.backward()
-            average(gradient)
-            norm = gradient.norm()
-            gradient *= (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            optimizer.found_inf = skip = (~torch.isfinite(norm)).float()  # fused Adam then changes nothing,
-            if device.type != "mps" or not skip:                          # but on mps it does not look at it
-                optimizer.step()
-            totals += torch.stack([*log, norm, skip]).detach().nan_to_num(0.0, 0.0, 0.0)
-            count += 1
-    average(totals)
-    agent.normalizer.update(torch.as_tensor(trials.obs, dtype=torch.float32).to(device).flatten(0, 1))
-    *sums, skipped = totals.tolist()
-    return dict(zip(METRICS, (x / count for x in sums)), updates=count, skipped=int(skipped))
+def average_gradients(agent):
+    """Replace each gradient by its mean across all processes, in one message."""
+    if world_size() > 1:
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        message = sum_over_processes(torch.cat([g.flatten() for g in gradients])) / world_size()
+        for g, mean in zip(gradients, message.split([g.numel() for g in gradients])):
+            g.copy_(mean.view_as(g))
 
-# 8. Meta-testing (Sec. 5.1, 5.2): frozen weights, mean actions, tasks fixed for all agents and seeds ------
 
-TEST_SEED = 2022                                           # of the starting states
+def gradient_step(agent, optimizer, loss):
+    """One step of Adam; returns the norm of the gradient, and 1 if the step was skipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    average_gradients(agent)
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), agent.config.max_grad_norm)
+    # If found_inf is 1, fused Adam skips the step. This needs no synchronisation with the device.
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
+    optimizer.step()
+    return norm, optimizer.found_inf
 
-def meta_test(agent, envs, episodes, sample=False):
-    """Return and success (NaN where a family has none) per task and episode, (num_tasks, episodes) each."""
-    return collect(agent, envs, episodes, sample, seed=TEST_SEED).returns(episodes)
 
-def bootstrap(values, resamples=2000):
-    """95 % percentile bootstrap interval of the mean of `values` (n,)."""
+def ppo_update(agent, trials, optimizer, generator):
+    """Some epochs of PPO over a batch. Metrics stay on the device until the end."""
+    advantage, returns = advantages_and_returns(agent, trials)
+    totals, updates = 0.0, 0
+    for _ in range(agent.config.epochs):
+        for row, t in agent.minibatches(trials, generator):
+            log_prob, value = agent.evaluate(trials, row, t)
+            old = trials.log_prob[row, t], advantage[row, t], returns[row, t]
+            loss, metrics = ppo_loss(log_prob, value, *old, agent.config.clip)
+            metrics["grad_norm"], metrics["skipped"] = gradient_step(agent, optimizer, loss)
+            totals = totals + torch.stack(list(metrics.values())).nan_to_num(0.0, 0.0, 0.0)
+            updates += 1
+
+    agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
+    _, _, return_var = moments(returns.reshape(-1, 1))
+    _, _, error_var = moments((returns - trials.value).reshape(-1, 1))
+    means = (sum_over_processes(totals) / world_size() / updates).tolist()
+    report = dict(zip(metrics, means)) | {"updates": updates}
+    report["skipped"] = round(report["skipped"] * updates)
+    report["explained_variance"] = 1 - (error_var / (return_var + 1e-8)).item()
+    report["std"] = agent.log_std.exp().mean().item()
+    return report
+
+
+# ---- 8. Meta-testing (Sec. 5.1, 5.2) -------------------------------------------------------------
+#
+# Frozen weights, and test tasks that are the same for every agent and seed. As in the authors'
+# release, locomotion is tested with mean actions and MetaWorld with sampled ones.
+
+
+def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
+    """Run consecutive episodes of each task; returns and successes, (tasks, episodes) each."""
+    sample = envs.sample_at_test if sample is None else sample
+    steps = episodes * envs.episode_length
+    return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_returns(episodes)
+
+
+def bootstrap_interval(values, resamples=2000):
+    """95 % percentile bootstrap interval of the mean of `values`."""
     draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
     return np.quantile(np.asarray(values)[draws].mean(axis=1), [0.025, 0.975])
 
+
 def score(returns, success):
-    return f"{returns.mean():.1f}" + ("" if np.isnan(success).any() else f" ({success.mean():.0%})")
+    """'-20.1', or with a success rate '4515 (97 %)'."""
+    if np.isnan(success).any():
+        return f"{returns.mean():.1f}"
+    return f"{returns.mean():.0f} ({100 * success.mean():.0f} %)"
 
-def eval_rows(step, split, returns, success):
-    """Rows of eval.csv, one per task and episode."""
-    return [{"step": step, "split": split, "task": i, "episode": k + 1, "return": f"{returns[i, k]:.4f}",
-             "success": "" if np.isnan(success[i, k]) else int(success[i, k])}
-            for i, k in np.ndindex(returns.shape)]
 
-def table(returns, success, tasks, classes=()):
-    """What --eval prints: a line per episode, over all tasks; for several classes, then one per class."""
-    def extreme(r, i):
-        return f"{r[i]:.1f} (task {i}: {', '.join(f'{x:.3g}' for x in np.atleast_1d(tasks[i]))})"
-    rows = [["episode", "return", "95 % interval", "worst", "best", "success"]]
-    for k, r in enumerate(returns.T):
-        rows.append([str(k + 1), f"{r.mean():.1f}", "{:.1f} to {:.1f}".format(*bootstrap(r)),
-                     extreme(r, r.argmin()), extreme(r, r.argmax()), f"{success[:, k].mean():.0%}"])
-    for c, name in enumerate(classes if len(classes) > 1 else ()):        # first episode
-        mine = tasks[:, 0] == c
-        rows.append([name, f"{returns[mine, 0].mean():.1f}", "", "", "", f"{success[mine, 0].mean():.0%}"])
-    if np.isnan(success).any():                            # a family without success
-        rows = [row[:-1] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows)
+def eval_rows(step, split, sample, returns, success):
+    """Rows of eval.csv: one per task and episode."""
+    actions = "sampled" if sample else "mean"
+    rows = []
+    for (task, episode), value in np.ndenumerate(returns):
+        row = {"step": step, "split": split, "task": task, "episode": episode + 1}
+        rows.append(row | {"return": value, "success": success[task, episode], "actions": actions})
+    return rows
 
-# 9. Files: run folder, checkpoint, agent. Loading never runs code that a file brings (weights_only). ------
 
-def write_atomically(path, data: bytes):
+def table(returns, success, envs):
+    """The result of a meta-test: a line per episode, then one per class if there are several."""
+    has_success = not np.isnan(success).any()
+    lines = [f"{'':>28}{'return':>10}{'95 % interval':>19}{'worst':>22}"]
+    lines[0] += f"{'success':>10}" if has_success else ""
+
+    def add(name, tasks, episodes):
+        values, rates = returns[tasks][:, episodes], success[tasks][:, episodes]
+        low, high = bootstrap_interval(values.flatten())
+        worst = f"{values.min():.1f} (task {tasks[values.min(axis=1).argmin()]})"
+        line = f"{name:>28}{values.mean():>10.1f}{low:>9.1f} to {high:<6.1f}{worst:>22}"
+        lines.append(line + (f"{rates.mean():>10.0%}" if has_success else ""))
+
+    for i in range(returns.shape[1]):
+        add(f"episode {i + 1}", np.arange(len(returns)), [i])
+    classes = getattr(envs, "classes", [])
+    for i, name in enumerate(classes if len(classes) > 1 else []):
+        add(name, np.flatnonzero(envs.tasks[:, 0] == i), slice(None))
+    return "\n".join(lines)
+
+
+# ---- 9. Run folder -------------------------------------------------------------------------------
+#
+# config.json, progress.csv (a row per iteration), eval.csv (a row per task and episode), agent.pt
+# and checkpoint.pt are written after every iteration. Each is replaced atomically: a crash leaves
+# the old file or the new one. Loading a file never runs code that is in it (weights_only).
+
+
+def write_atomically(path, data):
     """The old file stays whole until the new one is on the disk."""
-    beside = path.with_name(path.name + ".part")
+    temporary = path.with_name(path.name + ".part")
     try:
-        with open(beside, "wb") as f:
+        with open(temporary, "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
-def packed(**content) -> bytes:
-    torch.save(content, buffer := io.BytesIO())
-    return buffer.getvalue()
 
 def csv_text(rows, header):
-    lines = [rows[0].keys()] * header + [row.values() for row in rows]
-    return "".join(",".join(map(str, line)) + "\n" for line in lines)
+    """Lines of a csv file: numbers with six digits, nothing for NaN."""
+    lines = [",".join(rows[0])] if header else []
+    for row in rows:
+        cells = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()]
+        lines.append(",".join(cells).replace("nan", ""))
+    return "\n".join(lines) + "\n"
 
-def load(path, kind):
-    """(content, agent on the CPU) of an agent.pt or checkpoint.pt, or one line on what is wrong with it."""
-    if not path.is_file():
-        raise UserError(f"there is no {path}; name another run{', not of results/' * (kind == 'checkpoint')}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if content["kind"] != kind or content["version"] != VERSION:
-            raise ValueError(f"{content['kind']} of version {content['version']}, not {kind} of {VERSION}")
-        weights, config = content["weights"], Config(**content["config"])
-        check(config)
-        if not all(x.is_floating_point() and x.layout == torch.strided for x in weights.values()):
-            raise ValueError("weights that are no numbers")
-        mean, low = weights["normalizer.mean"], weights["action_low"]
-        with torch.device("meta"):                         # no memory of its own: a forged size costs nothing
-            agent = Agent(config, len(mean), low, low)     # of these sizes must be all that it now gets
-        agent.load_state_dict({name: x.float() for name, x in weights.items()}, assign=True)
-        agent.trained_steps = int(content["step"])
-    except Exception as error:                             # whatever a damaged or foreign file provokes
-        reason = (str(error).splitlines() or ["it ends too early"])[-1].strip()[:100]
-        raise UserError(f"{path} is damaged or no {kind} of this trmrl.py ({reason}); take another") from None
-    return content, agent
-
-def load_agent(path, device="cpu") -> Agent:
-    """A trained agent from a run folder or an agent.pt."""
-    path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
-    return load(path, "agent")[1].to(pick_device(device)).requires_grad_(False)
 
 class Run:
-    """All that changes in the course of a run, and its folder; of several processes only the first writes."""
-    def __init__(self, folder, agent, content=None):
-        self.folder, self.agent, self.config = Path(folder), agent, agent.config
-        self.optimizer, self.writes = make_optimizer(agent, agent.config), processes()[0] == 0
-        self.iteration, self.seconds, self.last_test = 0, 0.0, "test ?"
+    """Everything that changes during a run, and its files."""
+
+    def __init__(self, folder, agent, envs):
+        config = agent.config
+        self.folder = agent.folder = Path(folder)
+        self.agent = agent
+        self.envs = envs  # split: VectorEnv
+        self.batch = config.num_tasks * config.episodes_per_trial * envs["train"].episode_length
+        self.iterations = math.ceil(config.total_steps / self.batch)
+        self.optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
+        self.iteration = 0
+        self.seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}
-        if content:
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
-            self.iteration, self.seconds = int(content["iteration"]), float(content["seconds"])
-            self.csv = {name: str(content["csv"][name]) for name in self.csv}
-            if self.iteration < 0:
-                raise ValueError("a negative iteration")
-            for group in self.optimizer.param_groups if self.iteration else ():
-                (x,), state = group["params"], self.optimizer.state[group["params"][0]]
-                if any(state[k].shape != x.shape or not state[k].is_contiguous()  # fused Adam does not look
-                       for k in ("exp_avg", "exp_avg_sq")) or float(state["step"]) < 0:
-                    raise ValueError("an optimizer of another size")
-        self.snapshot()
+        self.test_score, self.test_table = "-", ""
 
     def add_rows(self, name, rows):
         self.csv[name] += csv_text(rows, header=not self.csv[name])
 
-    def snapshot(self):
-        """The files as they would be now; what the next iteration changes does not touch them."""
-        common = {"version": VERSION, "config": asdict(self.config), "weights": self.agent.state_dict(),
-                  "step": self.agent.trained_steps}
+    def save(self):
+        """Write all files."""
+        config = {"agent": self.agent.name, **asdict(self.agent.config)}
         versions = {x.__name__: x.__version__ for x in (torch, np, gymnasium, mujoco)}
-        versions["python"] = sys.version.split()[0]
-        self.files = {
-            "checkpoint.pt": packed(kind="checkpoint", **common, optimizer=self.optimizer.state_dict(),
-                                    iteration=self.iteration, seconds=self.seconds, csv=self.csv),
-            "agent.pt": packed(kind="agent", **common),
-            "config.json": json.dumps({**asdict(self.config), "versions": versions}, indent=2).encode(),
-            **{name: text.encode() for name, text in self.csv.items()}}
+        agent = {"version": VERSION, "config": config, "sizes": self.agent.sizes}
+        agent |= {"step": self.agent.trained_steps, "weights": self.agent.state_dict()}
+        run = {"iteration": self.iteration, "seconds": self.seconds}
+        run |= {"optimizer": self.optimizer.state_dict(), "csv": self.csv}  # rows of this moment
 
-    def save(self, only=""):
-        """The last snapshot, to the disk, or of it the files that end so; a deleted folder comes back."""
-        if self.writes:
+        files = {name: text.encode() for name, text in self.csv.items()}
+        files["config.json"] = json.dumps(config | {"versions": versions}, indent=2).encode()
+        for name, content in {"agent.pt": agent, "checkpoint.pt": agent | run}.items():
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            files[name] = buffer.getvalue()
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name, data in self.files.items():
-                if name.endswith(only):
-                    write_atomically(self.folder / name, data)
-        self.saved_at = self.saved_at if only else time.monotonic()
+            for name, data in files.items():
+                write_atomically(self.folder / name, data)
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self.folder} ({error.strerror}); {self.hint()}"
+            ) from None
 
-# 10. Meta-training (Sec. 5.1) -----------------------------------------------------------------------------
+    def hint(self):
+        return f"continue with: {self.agent.command} --resume {self.folder}"
+
+    def restore(self, saved):
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.iteration = int(saved["iteration"])
+        self.seconds = float(saved["seconds"])
+        self.csv = {name: str(saved["csv"][name]) for name in self.csv}
+
+
+def load(path, agent_class):
+    """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
+    if not path.is_file():
+        runs = path.parent.glob("**/agent.pt") if path.name == "agent.pt" else ()
+        names = ", ".join(sorted(str(agent.parent) for agent in runs))
+        hint = f"; {path.parent} holds these runs: {names}" if names else ""
+        raise UserError(f"{path} does not exist{hint}")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["version"] != VERSION:
+            raise ValueError(f"version {saved['version']}; commit 40cf2af reads version 1")
+        settings = dict(saved["config"])
+        name = settings.pop("agent")
+        if name != agent_class.name:
+            module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
+            raise ValueError(f"an agent of {name}; type: python {module} --eval {path.parent}")
+        config = agent_class.Config(**settings)
+        check(config)
+        agent = agent_class(config, saved["sizes"])
+        agent.load_state_dict(saved["weights"])
+        agent.trained_steps = int(saved["step"])
+        agent.folder = path.parent
+    except pickle.UnpicklingError:
+        raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
+    except Exception as error:  # a damaged or foreign file may raise anything
+        raise UserError(f"cannot load {path}: {one_line(error)}") from None
+    return saved, agent
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def load_agent(path, device="cpu", agent_class=TrMRL):
+    """A trained agent, from a run folder or an agent.pt."""
+    path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
+    _, agent = load(path, agent_class)
+    return agent.to(pick_device(device)).requires_grad_(False)
+
+
+# ---- 10. Meta-training (Sec. 5.1) ----------------------------------------------------------------
+#
+# An iteration draws new tasks, collects a trial of each and learns from the batch. With torchrun
+# each process has its share of the tasks and of every minibatch; gradients are averaged and
+# statistics merged, so that all processes keep the same weights.
+
+
+def join_processes(device):
+    """Join the other processes, if torchrun started this one."""
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys() and not dist.is_initialized():
+        # Load the compiler before Adam does: loaded after the group, it could crash Python's exit.
+        torch.compiler.reset()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
 
 def pick_device(name):
-    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    there = [*["cuda"] * bool(gpus), "cpu", *["mps"] * torch.backends.mps.is_available(), *gpus]
-    name = there[0] if name == "auto" else name
-    if name.startswith("cuda") and "LOCAL_RANK" in os.environ:            # torchrun: a GPU for each process
+    """'auto' prefers a GPU; torchrun gives each process a GPU of its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if name not in there:
-        raise UserError(f"device {name!r} is not there; this PyTorch has: {', '.join(there)}")
+    try:
+        torch.zeros(1, device=name).tolist()
+    except Exception:  # each kind of device fails in its own way
+        raise UserError(f"device {name!r} is not available here; cpu always is") from None
     return torch.device(name)
 
-def set_threads(threads):
-    """Of the network and, since the tasks ask PyTorch for the number, of the physics; 0: all cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(threads or cores)
 
-def check_compiler(device):
-    try:
-        torch.compile(torch.sin)(torch.ones(2, device=device))
-    except Exception as error:                             # whatever this machine lacks for it
-        raise UserError(f"--compile does not work here ({str(error)[:100]!r}); leave it out") from None
-
-def check(config):
-    """Refuse what cannot work, before anything starts."""
-    for f in fields(Config):
-        name, value = "--" + f.name.replace("_", "-"), getattr(config, f.name)
-        low, high = f.metadata["low"], f.metadata["high"]
-        if type(value) not in (type(f.default), int if type(f.default) is float else type(f.default)):
-            raise UserError(f"{name} takes a {type(f.default).__name__}, not {value!r}")
-        if low is not None and not low <= value <= high:
-            raise UserError(f"{name} must be between {low:g} and {high:g}, not {value}")
-    if config.agent not in AGENTS:
-        raise UserError(f"unknown agent {config.agent!r}; there are: {', '.join(AGENTS)}")
-    if (config.endless or config.reward_scale == 0) and config.gamma == 1:
-        raise UserError("--endless and --reward-scale 0 need --gamma below 1")
-    if config.blur and not config.env.startswith("ml"):
-        raise UserError(f"--blur has no meaning with --env {config.env}")
-    if config.agent != "rl2" and (config.d_model % config.heads or config.d_model % 2):
-        fit = [h for h in range(1, 33) if config.d_model % h == 0]
-        raise UserError(f"--d-model {config.d_model} must be even (for sine and cosine) and a multiple of "
-                        f"--heads {config.heads}, as it is of {fit}")
-    if any(c in config.tag + config.env for c in "/\\\0"):
-        raise UserError("--tag and --env name a folder: no slashes there")
-
-def open_run(config, envs, resume):
-    """A new run, or the one in folder `resume` as its checkpoint has it; the agent on its device."""
-    if resume is not None:
-        path = Path(resume) / "checkpoint.pt"
-        content, agent = load(path, "checkpoint")
-        agent.config = config
-        try:
-            return Run(resume, agent.to(config.device), content)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UserError(f"{path} is damaged ({error}); start the run anew") from None
-    name = f"{config.agent}-seed{config.seed}{'-' * bool(config.tag)}{config.tag}"
-    folder = Path(config.run_dir or Path("runs") / config.env / name)
-    if processes()[0] == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: --resume it, or take another --seed, --tag or --run-dir")
-    with torch.random.fork_rng(devices=[]):                # the same first weights on every device
-        torch.manual_seed(config.seed)
-        actions = envs.single_action_space
-        agent = Agent(config, state_size(config, envs), actions.low, actions.high)
-    return Run(folder, agent.to(config.device))
-
-def train(config: Config, make_tasks=make_tasks, resume=None) -> Agent:
-    """Meta-train on the tasks of `make_tasks`; `resume`: a run folder to go on with (`config` is its own)."""
+def prepare(config, make_tasks):
+    """Check a Config, resolve its device and threads, and make its environments."""
     check(config)
-    set_threads(config.threads)
-    config = replace(config, device=str(pick_device(config.device)), threads=torch.get_num_threads())
-    rank, world = processes(config.device)
-    if config.compile:
-        check_compiler(config.device)
-    sampler = make_tasks(config.env, max(1, config.num_tasks // world), config.seed, "train")  # only draws
-    in_a_row = config.keep_memory or config.agent == "rl2" or getattr(sampler.unwrapped, "in_a_row", False)
-    room = sampler.num_envs * (1 if in_a_row else config.episodes_per_trial)
-    envs = make_tasks(config.env, room, config.seed, "train")
-    if config.blur:                                        # the tests have none
-        envs.unwrapped.blur = config.blur
-    tests = {"test": make_tasks(config.env, config.eval_tasks, config.seed, "test")}
-    with contextlib.suppress(ValueError):                  # a split that not every family has
-        tests["ood"] = make_tasks(config.env, config.eval_tasks, config.seed, "ood")
-    trial = config.episodes_per_trial * envs.episode_length
-    batch, unit = config.num_tasks * trial, trial if config.agent == "rl2" else 1
-    if config.minibatch > batch:
-        raise UserError(f"--minibatch {config.minibatch} is more than a batch: {config.num_tasks} tasks x "
-                        f"{config.episodes_per_trial} episodes x {envs.episode_length} steps = {batch}")
-    if config.num_tasks % world or max(unit, config.minibatch) // unit % world:
-        raise UserError(f"{world} processes cannot share --num-tasks {config.num_tasks} or --minibatch "
-                        f"{config.minibatch} (rl2: in trials of {trial} steps): take multiples of {world}")
-    run = open_run(config, envs, resume)
-    run.save()
-    last = math.ceil(config.total_steps / batch)
-    if run.writes:
-        print(f"{config.env}, {config.agent}: iterations {run.iteration} to {last}, {batch:,} steps each; "
-              f"{config.device}, processes: {world}, threads: {config.threads}; {run.folder}", flush=True)
+    torch.set_num_threads(config.threads or os.cpu_count())
+    device = pick_device(config.device)
+    join_processes(device)
+    config = replace(config, device=str(device), threads=torch.get_num_threads())
+    if config.num_tasks % world_size() or config.minibatch % world_size():
+        raise UserError(
+            f"--num-tasks and --minibatch must be multiples of {world_size()} processes"
+        )
+
+    rows = config.num_tasks // world_size() * config.rows_per_task
+    envs = {"train": make_tasks(config.env, rows, config.seed, "train")}
+    for split in envs["train"].splits[1:]:
+        envs[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
+    steps = config.num_tasks * config.episodes_per_trial * envs["train"].episode_length
+    if "minibatch" not in config.unused and config.minibatch > steps:
+        raise UserError(f"--minibatch {config.minibatch} is more than a batch of {steps} steps")
+    return config, envs
+
+
+def sizes_of(envs):
+    """How many numbers a state, an action and a task have."""
+    state, action = envs.single_observation_space, envs.single_action_space
+    return state.shape[0], action.shape[0], envs.tasks.shape[1]
+
+
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    config, envs = prepare(config, make_tasks)
+    default = Path("runs") / config.env / f"{agent_class.name}-seed{config.seed}"
+    folder = Path(config.run_dir or default)
+    if rank() == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    with torch.random.fork_rng(devices=[]):  # the same initial weights on every device
+        torch.manual_seed(config.seed)
+        agent = agent_class(config, sizes_of(envs["train"]))
+    return run_iterations(Run(folder, agent.to(config.device), envs))
+
+
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    saved, agent = load(Path(folder) / "checkpoint.pt", agent_class)
+    agent.config, envs = prepare(replace(agent.config, **changes), make_tasks)
+    run = Run(folder, agent.to(agent.config.device), envs)
     try:
-        while run.iteration < last:
-            iterate(run, sampler.sample_tasks, envs, tests, last, batch)
-            every, waited = config.checkpoint_every, time.monotonic() - run.saved_at > 30
-            due = run.iteration % every == 0 if every else waited
-            run.save("" if due or run.iteration == last else ".csv")
-    except BaseException as error:                         # keep the last finished iteration, whatever it was
-        try:
-            run.save()
-        except OSError as trouble:
-            raise RunError(f"cannot write {run.folder} ({trouble.strerror}); its last checkpoint is whole: "
-                           f"--resume {run.folder}") from None
-        if world > 1 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise RunError(f"process {rank} failed or lost the others: {' '.join(str(error).split())[:200]}; "
-                           f"go on with --resume {run.folder}") from None
-        if run.writes and not isinstance(error, RunError):
-            print(f"\nstopped; go on with: python trmrl.py --resume {run.folder}", file=sys.stderr)
+        run.restore(saved)
+    except Exception as error:
+        raise UserError(f"{folder}/checkpoint.pt is damaged: {one_line(error)}") from None
+    if run.iteration >= run.iterations:
+        raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+    return run_iterations(run)
+
+
+def run_iterations(run):
+    """Iterate until the end; returns the agent."""
+    config, steps = run.agent.config, run.iterations * run.batch
+    if rank() == 0:
+        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+        print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+        where = f"{config.device}, threads: {config.threads}, processes: {world_size()}"
+        print(where, flush=True)
+        run.save()
+    try:
+        while run.iteration < run.iterations:
+            iterate(run)
+    except KeyboardInterrupt:
+        print(f"\nstopped; {run.hint()}", file=sys.stderr)
         raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        reason = f"process {rank()} lost the others ({one_line(error)})"
+        raise RunError(f"{reason}; {run.hint()}") from None
     finally:
-        for each in (sampler, envs, *tests.values()):
-            each.close()
+        for envs in run.envs.values():
+            envs.close()
     return run.agent
 
-def iterate(run, sample_tasks, envs, tests, last, batch):
-    """One iteration: new tasks, a trial of each, a PPO update; now and then a meta-test."""
-    config, agent, began = run.config, run.agent, time.monotonic()
-    for group in run.optimizer.param_groups:
-        group["lr"] = group["rate"] * (1 - (1 - config.final_lr) * run.iteration / last)
-    ours, shared = (np.random.SeedSequence([config.seed, run.iteration, rank]).generate_state(3).tolist()
-                 for rank in (processes()[0], 0))          # of this process, and common to all
-    tasks = sample_tasks(np.random.default_rng(ours[0]))
-    trials = collect(agent, envs, config.episodes_per_trial, sample=True, seed=ours[1], tasks=tasks)
-    trials, generator = gather(trials), torch.Generator(agent.log_std.device).manual_seed(shared[2])
-    metrics = ppo_update(agent, run.optimizer, trials, config, generator)
+
+def iterate(run):
+    """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
+    agent, config, envs = run.agent, run.agent.config, run.envs["train"]
+    began = time.monotonic()
+    decay = 1 - (1 - config.final_lr) * run.iteration / run.iterations
+    for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
+        group["lr"] = decay * initial["lr"]
+
+    # Every random number follows from the seed, the iteration and the process.
+    seeds = np.random.SeedSequence([config.seed, run.iteration, rank()]).generate_state(3)
+    task_seed, trial_seed, update_seed = seeds.tolist()
+    rng = np.random.default_rng(task_seed)
+    tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
+    tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
+    episodes = config.episodes_per_trial // config.rows_per_task
+    trials = collect(agent, envs, tasks, episodes * envs.episode_length, True, trial_seed)
+    generator = torch.Generator(agent.device).manual_seed(update_seed)
+    metrics = agent.update(trials, run.optimizer, generator)
     if 2 * metrics["skipped"] > metrics["updates"]:
-        raise RunError(f"{metrics['skipped']} of {metrics['updates']} gradient steps of iteration "
-                       f"{run.iteration + 1} were not finite; start anew with a lower --lr")
-    speed = batch / (time.monotonic() - began)
+        raise RunError("most gradients are not finite; start again with a lower --lr")
+    speed = run.batch / (time.monotonic() - began)
+
     run.iteration += 1
-    agent.trained_steps = run.iteration * batch
-    if run.iteration % config.eval_every == 0 or run.iteration == last:
-        for split, test_envs in tests.items() if run.writes else ():
-            episodes = config.final_episodes if run.iteration == last else config.eval_episodes
-            returns, success = meta_test(agent, test_envs, episodes)
-            run.add_rows("eval.csv", eval_rows(agent.trained_steps, split, returns, success))
-            if split == "test":
-                run.last_test = "test " + score(returns[:, 0], success[:, 0])
+    agent.trained_steps = run.iteration * run.batch
+    if rank() > 0:
+        return
+    if run.iteration % config.eval_every == 0 or run.iteration == run.iterations:
+        meta_test_splits(run)
     run.seconds += time.monotonic() - began
-    returns, success = trials.returns(config.episodes_per_trial)
-    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds,
-           "steps_per_second": speed, "train_return": returns.mean().item(),
-           "train_success": success.mean().item(), **metrics, "std": agent.log_std.exp().mean().item(),
-           "lr": run.optimizer.param_groups[0]["lr"], "blown_up": int(np.sum(trials.info.get("blown_up", 0)))}
-    run.add_rows("progress.csv", [{k: v if type(v) is int else "" if math.isnan(v) else f"{v:.6g}"
-                                   for k, v in row.items()}])
-    run.snapshot()
-    left = int((last - run.iteration) * run.seconds / run.iteration)
-    line = (f"{agent.trained_steps / 1e6:.3f} of {last * batch / 1e6:.3f} M steps   {speed:,.0f} steps/s   "
-            f"{left // 60}:{left % 60:02d} left   train {score(returns, success)}   {run.last_test}")
-    if sys.stdout.isatty():                                # one live line; plain lines in a pipe
-        line = "\r\033[K" + line[:os.get_terminal_size().columns - 1]
-    if run.writes:
-        print(line, end="" if sys.stdout.isatty() and run.iteration < last else "\n", flush=True)
+    returns, success = trials.episode_returns(episodes)
+    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds}
+    row |= {"steps_per_second": speed, "train_return": returns.mean()}
+    row |= {"train_success": success.mean(), **metrics}
+    row |= {"lr": decay * config.lr, "blown_up": int(trials.info["blown_up"].sum())}
+    run.add_rows("progress.csv", [row])
+    run.save()
+    print_progress(run, speed, score(returns, success))
 
-# 11. Command line -----------------------------------------------------------------------------------------
 
-AGENTS = {"trmrl": {}, "rl2": dict(minibatch=800, lr=5e-4), "oracle": dict(memory_length=1)}   # over presets
-TRANSFORMER = {"memory_length", "layers", "heads", "d_ff", "tfixup", "keep_memory"}            # not for rl2
-RELEASE = dict(layers=4, d_model=128, heads=16, d_ff=512, total_steps=20_000_000, epochs=10, minibatch=256,
-               lr=3e-5, value_lr=3e-5, final_lr=0.1, reward_scale=1.0)    # of the paper's authors
-ML1 = dict(total_steps=2_000_000, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95, endless=True,
-           episodes_per_trial=1, reward_scale=0.0, eval_tasks=50, final_episodes=2, eval_every=40)
-ML_RELEASE = RELEASE | dict(d_model=32, heads=4, d_ff=128, num_tasks=25, episodes_per_trial=10, minibatch=32,
-                            lr=5e-5, value_lr=5e-5, gae_lambda=0.95, init_std=1.0, eval_tasks=50)
-PRESETS = {                                                # per env what differs from Config's defaults
-    "halfcheetah_vel": {"default": {},
-                        "paper": RELEASE | dict(clip=0.1, value_lr=2.5e-4, separate_value=True)},
-    "ant_dir": {"default": dict(gamma=0.97, gae_lambda=0.9, reward_scale=0.03, init_std=0.5, lr=5e-4,
-                                total_steps=2_500_000), "paper": RELEASE | dict(gamma=0.92, init_std=0.5)},
-    "ml1_reach": {"default": ML1 | dict(blur=0.1), "paper": ML_RELEASE},
-    "ml1": {"default": ML1, "paper": ML_RELEASE},          # any other of its tasks
-    "ml45_train": {"default": ML1 | dict(num_tasks=45, eval_tasks=45, eval_every=20),
-                   "paper": ML_RELEASE | dict(num_tasks=45, eval_tasks=45)}}
+def meta_test_splits(run):
+    """Meta-test every split; at the end six episodes, and mean actions for MetaWorld as well."""
+    finished = run.iteration == run.iterations
+    for split, envs in list(run.envs.items())[1:]:
+        scored = run.agent.test_episodes
+        episodes = FINAL_EPISODES if finished else scored
+        returns, success = meta_test(run.agent, envs, episodes)
+        rows = eval_rows(run.agent.trained_steps, split, envs.sample_at_test, returns, success)
+        run.add_rows("eval.csv", rows)
+        if split == "test":
+            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
+            run.test_table = table(returns, success, envs)
+        if finished and envs.sample_at_test:
+            result = meta_test(run.agent, envs, episodes, sample=False)
+            run.add_rows("eval.csv", eval_rows(run.agent.trained_steps, split, False, *result))
+
+
+def print_progress(run, speed, train_score):
+    """A live line in a terminal, plain lines in a pipe; at the end the table of the meta-test."""
+    terminal, finished = sys.stdout.isatty(), run.iteration == run.iterations
+    steps, total = run.iteration * run.batch / 1e6, run.iterations * run.batch / 1e6
+    minutes, seconds = divmod(int((total / steps - 1) * run.seconds), 60)
+    line = f"{steps:.3f}/{total:.3f} M steps, {speed:,.0f}/s, {minutes}:{seconds:02d} left; "
+    line += f"return: test {run.test_score}, train {train_score}"
+    if terminal:
+        line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
+    print(line, end="" if terminal and not finished else "\n", flush=True)
+    if finished:
+        print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
+        print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
+        print(f"    python plots.py --runs {run.folder}", flush=True)
+
+
+# ---- 11. Command line ----------------------------------------------------------------------------
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
-def parse(argv):
-    """(what was typed, the Config that it makes)."""
-    early = Parser(add_help=False, allow_abbrev=False)
-    for name, default in (("env", Config.env), ("agent", Config.agent), ("preset", "default")):
-        early.add_argument("--" + name, default=default)
-    chosen, _ = early.parse_known_args(argv)
-    presets = PRESETS.get(chosen.env, PRESETS.get(chosen.env.split("_")[0], {"default": {}, "paper": {}}))
-    if chosen.preset not in presets:
-        raise UserError(f"unknown preset {chosen.preset!r}; there are: {', '.join(presets)}")
-    preset = {**presets[chosen.preset], **AGENTS.get(chosen.agent, {})}
-    parser = Parser(description="TrMRL: meta-train, or meta-test, an agent that adapts to new tasks.",
-                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--eval", metavar="RUN_OR_AGENT", help="meta-test a trained agent")
-    parser.add_argument("--split", help="with --eval: test, ood or train tasks (default: test)")
-    parser.add_argument("--episodes", type=int, help="with --eval: episodes per task (default: 6)")
-    parser.add_argument("--sample", action="store_true", help="with --eval: sampled actions, not their mean")
-    parser.add_argument("--csv", metavar="FILE", help="with --eval: write the rows to this file")
-    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a run")
-    parser.add_argument("--preset", help="default, or paper: sizes and schedule of the paper's release")
-    for f in fields(Config):
-        kind = {"action": argparse.BooleanOptionalAction} if type(f.default) is bool else \
-            {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
-        help = f"{f.metadata['help']} (default: {preset.get(f.name, f.default)})"
-        parser.add_argument("--" + f.name.replace("_", "-"), help=help.replace("%", "%%"), **kind)
-    typed = vars(parser.parse_args(argv))
-    return typed, Config(**preset | {k: v for k, v in typed.items() if hasattr(Config, k)})
 
-def evaluate(path, device="auto", threads=1, split="test", episodes=6, eval_tasks=0, sample=False, csv=None):
+def integer(text):
+    """An integer; accepts 3e5."""
+    if not float(text).is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is not an integer")
+    return int(float(text))
+
+
+def make_parser(agent_class, env):
+    """A flag for every field of the Config; --help shows the defaults that apply to env."""
+    parser = Parser(
+        description=sys.modules[agent_class.__module__].__doc__,
+        epilog=f"environments: {', '.join(ENVS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group = parser.add_argument_group("meta-test an agent, or continue a run")
+    group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
+    group.add_argument("--split", help="with --eval: test (default), ood or train tasks")
+    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
+    group.add_argument("--mean", action="store_true", help="with --eval: mean actions")
+    group.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
+    group.add_argument("--csv", metavar="FILE", help="with --eval: write the results to FILE")
+    group.add_argument("--resume", metavar="RUN", help="continue a run")
+
+    defaults = agent_class.Config(env=env)
+    groups = {}
+    for f in fields(defaults):
+        if f.name in defaults.unused:
+            continue
+        title = f.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        options = {"type": integer if f.type is int else f.type, "metavar": f.type.__name__.upper()}
+        if f.type is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        meaning = f"{f.metadata['help']} (default: {getattr(defaults, f.name)})"
+        groups[title].add_argument(flag(f.name), help=meaning.replace("%", "%%"), **options)
+    return parser
+
+
+def parse(argv, agent_class=TrMRL):
+    """What was typed, as a dictionary. Reject flags that do not apply."""
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--env", default=Config.env)
+    parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
+    typed, unknown = parser.parse_known_args(argv)
+    typed = vars(typed)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if name in map(flag, agent_class.Config.unused):
+            raise UserError(f"{name} does not apply to {agent_class.name}")
+        hint = did_you_mean(name, parser._option_string_actions)
+        raise UserError(f"unknown flag {name}{hint}; see --help")
+
+    where, meaningful = "without --eval", {f.name for f in fields(agent_class.Config)}
+    if "eval" in typed:
+        where, meaningful = "with --eval", {"eval", "split", "episodes", "mean", "sample", "csv"}
+        meaningful |= {"device", "threads", "eval_tasks"}
+    elif "resume" in typed:
+        where, meaningful = "with --resume", {"resume", "device", "threads"}
+    for name in typed.keys() - meaningful:
+        raise UserError(f"{flag(name)} cannot be used {where}")
+    return typed
+
+
+def run_meta_test(path, typed, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
+    episodes, split = typed.get("episodes", FINAL_EPISODES), typed.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
-    set_threads(threads)
-    config = (agent := load_agent(path, device)).config
-    envs = make_tasks(config.env, eval_tasks or config.eval_tasks, TEST_SEED, split)
-    if (state_size(config, envs), *envs.single_action_space.shape) != (agent.state_size, len(agent.log_std)):
-        raise UserError(f"{path} was trained on another body than {config.env} has")
-    returns, success = meta_test(agent, envs, episodes, sample)
-    print(f"{config.agent}, {agent.trained_steps:,} steps of {config.env}, on {len(returns)} {split} tasks, "
-          f"episodes of {envs.episode_length} steps{', sampled actions' * sample}:")
-    print(table(returns, success, envs.tasks, getattr(envs, "classes", ())))
-    if csv:
-        Path(csv).write_text(csv_text(eval_rows(agent.trained_steps, split, returns, success), header=True))
+    if "mean" in typed and "sample" in typed:
+        raise UserError("--mean and --sample exclude each other")
+    agent = load_agent(path, typed.get("device", "auto"), agent_class)
+    num_tasks = typed.get("eval_tasks", agent.config.eval_tasks)
+    config = replace(agent.config, eval_tasks=num_tasks, threads=typed.get("threads", 1))
+    check(config)
+    torch.set_num_threads(config.threads or os.cpu_count())
+    envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
+    if sizes_of(envs) != tuple(agent.sizes):
+        raise UserError(f"{path} was trained on a different environment than {config.env}")
 
-def main(argv=None):
-    """Exit status: 0, or 1 the run broke, 2 a mistake of the user's, 130 or 143 stopped by a signal."""
-    def stop(number, frame):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)       # a second Ctrl-C ends at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if not isinstance(sys.exc_info()[1], (RunError, RuntimeError)):    # who lost the others ends anyway
-            raise SystemExit(128 + number)
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    sample = "sample" in typed or envs.sample_at_test and "mean" not in typed
+    result = meta_test(agent, envs, episodes, sample)
+    rows = eval_rows(agent.trained_steps, split, sample, *result)
+    print(f"{agent.name}, {agent.trained_steps:,} steps of {config.env};", end=" ")
+    print(f"{num_tasks} {split} tasks, {rows[0]['actions']} actions:\n{table(*result, envs)}")
+    if "csv" in typed:
+        Path(typed["csv"]).write_text(csv_text(rows, header=True))
+
+
+def out_of_memory(error):
+    """PyTorch has an error of its own for GPUs, but none for the CPU."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
+    """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        typed, config = parse(sys.argv[1:] if argv is None else argv)
-        mode = "eval" if "eval" in typed else "resume" if "resume" in typed else "env"
-        meant = {"eval": ("eval", "split", "episodes", "sample", "csv", "device", "threads", "eval_tasks"),
-                 "resume": ("resume", "device", "threads", "compile"), "env": ("preset", *vars(config))}[mode]
-        useless = TRANSFORMER if config.agent == "rl2" else set()
-        for name in typed.keys() - (set(meant) - useless):  # a flag without a meaning here is a mistake
-            here = "with rl2" if name in useless else {"env": "without --eval"}.get(mode, f"with --{mode}")
-            raise UserError(f"--{name.replace('_', '-')} has no meaning {here}")
-        check(config)
-        if mode == "eval":
-            evaluate(typed.pop("eval"), **typed)
-        elif mode == "resume":
-            folder = Path(typed.pop("resume"))
-            train(replace(load(folder / "checkpoint.pt", "checkpoint")[1].config, **typed), resume=folder)
+        typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
+        if "eval" in typed:
+            run_meta_test(typed.pop("eval"), typed, make_tasks, agent_class)
+        elif "resume" in typed:
+            resume(typed.pop("resume"), make_tasks, agent_class, **typed)
         else:
-            train(config)
+            train(agent_class.Config(**typed), make_tasks, agent_class)
+    except KeyboardInterrupt:
+        return 130
     except (UserError, RunError, OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # PyTorch has no MemoryError
+        if isinstance(error, RuntimeError) and not out_of_memory(error):
             raise
-        print(f"trmrl.py: {str(error) or 'out of memory'}", file=sys.stderr)
+        message = "out of memory" if out_of_memory(error) else error
+        print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

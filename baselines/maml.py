@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: MIT
+"""MAML: "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (Finn et al. 2017).
+
+MAML learns initial weights theta from which one step of policy gradient adapts to a new task. The
+agent explores a task with theta for E - 1 episodes. It then takes the inner step, theta' = theta +
+alpha grad J(theta), and acts with theta' from then on. Meta-training maximises what theta' earns,
+so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO takes the
+outer step, as far as the adapted policies change by at most a given KL divergence.
+
+    python -m baselines.maml --env halfcheetah_vel                    # meta-train
+    python -m baselines.maml --eval runs/halfcheetah_vel/maml-seed1   # meta-test
+    python -m baselines.maml --help                                   # every setting
+
+The policy has no memory. It learns from the randomness of its own actions, so it samples while it
+explores, in meta-tests as well. The paper gathers 20 episodes for an inner step. Here, as for every
+agent of this project, one row of experience is all there is of a task, so one episode must do.
+
+Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A numbers of a state
+and an action; P weights of the policy, as one vector; F features.
+"""
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vjp, vmap
+
+import trmrl
+from trmrl import setting
+
+RIDGE = 1e-3  # of the linear baseline
+CG_ITERATIONS = 10  # of conjugate gradients
+DAMPING = 0.3  # added to the diagonal of the Hessian
+LINE_SEARCH = [0.8**i for i in range(15)]  # fractions of the step to try
+
+
+# ---- Configuration -------------------------------------------------------------------------------
+
+COMMON = dict(episodes_per_trial=2, lr=0.0)  # no Adam
+PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
+PRESETS["halfcheetah_vel"] |= dict(total_steps=10_000_000, num_tasks=40)
+PRESETS["halfcheetah_vel"] |= dict(init_std=0.5, gamma=0.9, gae_lambda=0.8)
+PRESETS["ant_dir"] |= dict(total_steps=10_000_000, num_tasks=40)
+
+
+@dataclass
+class Config(trmrl.Config):
+    presets: ClassVar = PRESETS
+    unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
+    unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
+
+    episodes_per_trial: int = setting("trials", None, "E; the first E - 1 explore", low=2)
+    keep_memory: bool = setting("agent", True, "a row is a whole trial")
+    gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
+    gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
+    inner_lr: float = setting("MAML", 0.1, "alpha, size of the inner step", high=1000)
+    max_kl: float = setting("MAML", 0.03, "largest KL divergence of an outer step", low=1e-6)
+
+
+# ---- Advantages ----------------------------------------------------------------------------------
+#
+# The baseline has two parts. The mean reward of the row knows the task. The linear function of Duan
+# et al. (2016) knows state and time and is the same for all tasks. The usual code fits it to the 20
+# episodes of a task. Fitted to our single episode it would explain the noise away, so we fit it to
+# all tasks of the previous batch.
+
+
+def features(trials, row, T):
+    """Of the first T steps of the rows `row` (R,), for the linear baseline: (R, T, F)."""
+    state = trials.state[row, :T]
+    step = torch.arange(T, device=state.device)
+    done = trials.eta[row, :T] > 0
+
+    # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
+    began = (done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
+    began[:, 0] = 0
+    time = (step - began)[..., None] / 100
+    return torch.cat([state, state**2, time, time**2, time**3, torch.ones_like(time)], dim=-1)
+
+
+def advantages(trials, row, mask, beta, gamma, lam):
+    """GAE of the rows `row` (R,) in the episodes where the mask (R, T) is true: (R, T)."""
+    T = mask.shape[1]
+    reward = trials.reward[row, :T]
+    done = trials.eta[row, :T] > 0
+    done[:, -1] = True
+    mean_reward = (reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+    value = mean_reward / (1 - gamma) + features(trials, row, T) @ beta
+
+    # A fall is worth 0 from then on. At a time limit the last value stands for what would follow.
+    next_value = torch.where(done, value, value.roll(-1, dims=1))
+    next_value = next_value.masked_fill(trials.terminated[row, :T], 0.0)
+    return trmrl.gae(reward, value, next_value, ~done, gamma, lam)
+
+
+def fit_baseline(trials, row, mask, gamma):
+    """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
+    X = features(trials, row, mask.shape[1])[mask]  # (M, F)
+    beta = X.new_zeros(X.shape[1])
+    y = advantages(trials, row, mask, beta, gamma, 1.0)[mask]  # returns less the mean
+    ridge = RIDGE * torch.eye(len(beta)).to(X)
+    return torch.linalg.solve(X.T @ X / len(X) + ridge, X.T @ y / len(X))
+
+
+class Steps(NamedTuple):
+    """What a policy gradient needs: the exploring or the adapted steps of each row."""
+
+    state: torch.Tensor  # (R, T, S)
+    action: torch.Tensor  # (R, T, A)
+    log_prob: torch.Tensor  # (R, T), when the action was taken
+    advantage: torch.Tensor  # (R, T), of mean 0 and deviation 1 in each row
+    weight: torch.Tensor  # (R, T), of sum 1 in each row; 0 for steps of the other kind
+
+
+def select_steps(trials, row, mask, beta, config):
+    """The Steps of the rows `row` (R,) where the mask (R, T) is true."""
+    T = mask.shape[1]
+    weight = mask / mask.sum(dim=1, keepdim=True)
+    advantage = advantages(trials, row, mask, beta, config.gamma, config.gae_lambda)
+    advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
+    variance = (weight * advantage**2).sum(dim=1, keepdim=True)
+    advantage = advantage / (variance.sqrt() + 1e-8)
+
+    steps = Steps(
+        trials.state[row, :T], trials.action[row], trials.log_prob[row], advantage, weight
+    )
+    needed = mask.any(dim=0).nonzero().squeeze(-1)  # steps that no row needs are left out
+    return Steps(*(x[:, needed] for x in steps))
+
+
+# ---- Policies ------------------------------------------------------------------------------------
+
+
+def log_likelihood(mean, log_std, action):
+    """log pi(a | s) of a Gaussian with independent components, (..., A) -> (...)."""
+    z = (action - mean) / log_std.exp()
+    return (-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+
+
+def surrogate(mean, log_std, steps):
+    """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
+
+    While pi is pi_old, the gradient is that of A(s, a) log pi(a | s). The second derivatives are
+    right only with the ratio (Rothfuss et al. 2019).
+    """
+    ratio = (log_likelihood(mean, log_std, steps.action) - steps.log_prob).exp()
+    return (steps.weight * steps.advantage * ratio).sum()
+
+
+def divergence(old, new, steps):
+    """KL(old || new) of Gaussians (mean, log_std), averaged over the steps of one row."""
+    (mean, log_std), (new_mean, new_log_std) = old, new
+    variance, new_variance = (2 * log_std).exp(), (2 * new_log_std).exp()
+    square = variance + (mean - new_mean) ** 2
+    kl = new_log_std - log_std + 0.5 * square / new_variance - 0.5
+    return (steps.weight * kl.sum(dim=-1)).sum()
+
+
+class Maml(trmrl.Agent):
+    """MAML: meta-train or meta-test a policy that one gradient step adapts to a new task."""
+
+    name = "maml"
+    command = "python -m baselines.maml"
+    Config = Config
+    test_episodes = 3  # it adapts after the first
+
+    def __init__(self, config, sizes):
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise trmrl.UserError("maml runs in one process; start it without torchrun")
+        S = sizes[0]
+        super().__init__(config, sizes, memory_size=S)
+        del self.value  # the baseline is linear
+        self.register_buffer("betas", torch.zeros(2, 2 * S + 4))  # exploring and adapted
+
+    @property
+    def theta(self):
+        """The initial weights, (P,)."""
+        return nn.utils.parameters_to_vector(self.parameters()).detach()
+
+    def forward(self, state):
+        return self.policy(state), self.log_std
+
+    def policy_of(self, weights, state):
+        """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
+        initial = dict(self.named_parameters())
+        parts = weights.split([p.numel() for p in initial.values()])
+        named = {name: part.view_as(p) for (name, p), part in zip(initial.items(), parts)}
+        return functional_call(self, named, (state,))
+
+    def inner_step(self, theta, steps):
+        """theta' = theta + alpha grad J(theta), for one row."""
+
+        def J(weights):
+            return surrogate(*self.policy_of(weights, steps.state), steps)
+
+        return theta + self.config.inner_lr * grad(J)(theta)
+
+    def adapt(self, theta, steps):
+        """The inner step of all rows at once, (R, P)."""
+        return vmap(self.inner_step, in_dims=(None, 0))(theta, steps)
+
+    def new_trials(self, rows, steps, generator):
+        trials = super().new_trials(rows, steps, generator)
+        trials.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
+        return trials
+
+    def act(self, trials, t, sample):
+        """Explore with theta, then act with theta'; the value is 0, because nothing asks for it."""
+        explorations = self.config.episodes_per_trial - 1
+        done = trials.eta[:, :t] > 0
+        episode = done.sum(dim=1)  # (R,)
+
+        # Adapt the rows whose exploration has just ended. A second call does the same again.
+        if t > 0:
+            row = (done[:, -1] & (episode == explorations)).nonzero().squeeze(-1)
+            if len(row) > 0:
+                explored = torch.ones_like(done[row])
+                steps = select_steps(trials, row, explored, self.betas[0], self.config)
+                trials.stored["weights"][row] = self.adapt(self.theta, steps)
+
+        mean, log_std = vmap(self.policy_of)(trials.stored["weights"], trials.state[:, t])
+        samples = (episode < explorations) | sample
+        action = mean + log_std.exp() * trials.noise[:, t] * samples[:, None]
+        return action, log_likelihood(mean, log_std, action), torch.zeros_like(mean[:, 0])
+
+    def update(self, trials, optimizer, generator):
+        """One outer step. The optimizer, Adam, has nothing to do."""
+        config = self.config
+        row = torch.arange(len(trials.eta), device=self.device)
+        done = trials.eta.long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        explores = episode < config.episodes_per_trial - 1
+        exploring = select_steps(trials, row, explores, self.betas[0], config)
+        adapted = select_steps(trials, row, ~explores, self.betas[1], config)
+
+        def policies(theta):
+            """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
+            return vmap(self.policy_of)(self.adapt(theta, exploring), adapted.state)
+
+        def objective(theta):
+            """What the adapted policies earn, averaged over tasks."""
+            return vmap(surrogate)(*policies(theta), adapted).mean()
+
+        def kl(theta):
+            """How far the adapted policies have moved, averaged over tasks."""
+            return vmap(divergence)(old, policies(theta), adapted).mean()
+
+        old = policies(self.theta)
+        theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
+        nn.utils.vector_to_parameters(theta, self.parameters())
+
+        for beta, mask in zip(self.betas, (explores, ~explores)):
+            beta.copy_(fit_baseline(trials, row, mask, config.gamma))
+        self.normalizer.update(trials.observation[:, : done.shape[1]].flatten(0, 1))
+        returns, _ = trials.episode_returns(config.episodes_per_trial)
+        metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
+        return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1, "skipped": 0}
+
+    def parameter_groups(self):
+        return [dict(params=list(self.parameters()), lr=0.0)]
+
+
+# ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
+
+
+def conjugate_gradients(product, b):
+    """Solve H x = b for x, where product(v) is H v."""
+    x = torch.zeros_like(b)
+    residual = direction = b
+    square = residual.dot(residual)
+    for _ in range(CG_ITERATIONS):
+        H_direction = product(direction)
+        size = square / (direction.dot(H_direction) + 1e-20)
+        x = x + size * direction
+        residual = residual - size * H_direction
+        square, old_square = residual.dot(residual), square
+        direction = residual + square / (old_square + 1e-20) * direction
+    return x
+
+
+def trpo_step(objective, kl, theta, max_kl):
+    """Increase objective(theta) within kl(theta) <= max_kl: the new theta and metrics.
+
+    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2. Within the bound the
+    best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate
+    gradients need its products with vectors only.
+    """
+    g = grad(objective)(theta)
+    if not g.isfinite().all():
+        raise trmrl.RunError("the gradient is not finite; start again with a lower --inner-lr")
+    _, hessian_product = vjp(grad(kl), theta)
+    H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
+    step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
+
+    # Both approximations hold near theta only. Shorten the step until it keeps what they promise.
+    before = objective(theta)
+    for fraction in LINE_SEARCH:
+        candidate = theta + fraction * step
+        gain = (objective(candidate) - before).item()
+        distance = kl(candidate).item()
+        if gain > 0 and distance <= max_kl:
+            return candidate, {"gain": gain, "kl": distance, "step_fraction": fraction}
+    return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
+
+
+if __name__ == "__main__":
+    sys.exit(trmrl.main(agent_class=Maml))

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: MIT
+"""PEARL: "Efficient Off-Policy Meta-Reinforcement Learning via Probabilistic Context Variables"
+(Rakelly et al. 2019).
+
+PEARL describes a task by a latent vector z and infers z from transitions (s, a, r), the context c.
+An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is the product
+of all factors, whatever their order. In the first episode of a task the agent draws z from the
+prior N(0, I), in each later one from the posterior given the episodes so far: it adapts from one
+episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy and two Q
+functions of (s, z) from a replay of past trials. The error of the Q functions trains the encoder,
+too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at z.
+
+    python -m baselines.pearl --env halfcheetah_vel                      # meta-train
+    python -m baselines.pearl --eval runs/halfcheetah_vel/pearl-seed1    # six episodes per task
+    python -m baselines.pearl --resume runs/halfcheetah_vel/pearl-seed1  # continue
+
+Differences from the paper:
+
+- The paper visits 100 fixed training tasks many times. It takes contexts from the recent data of a
+  task and RL batches from all of it. Here every iteration draws new tasks, so a trial is all the
+  data of its task: the context and the RL batch come from the same trial. Trials are drawn from the
+  whole replay, recent ones more often.
+- The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
+  300 units. Ours: 16 tasks with 32 transitions, 128 units, and a gamma of 0.95 instead of 0.99.
+- SAC is the later version, with target Q functions and no value function. Observations are
+  normalised, and rewards are scaled so that Q is about 1.
+
+Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z numbers of a
+state, an action and z; R rows of T steps per iteration.
+"""
+
+import copy
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import trmrl
+from trmrl import setting
+
+SAC = dict(total_steps=1_500_000, num_tasks=20, episodes_per_trial=3, gamma=0.95, lr=1e-3)
+PRESETS = {env: preset | SAC for env, preset in trmrl.PRESETS.items()}
+PRESETS["ml45"] |= dict(num_tasks=45)
+
+
+@dataclass
+class Config(trmrl.Config):
+    presets: ClassVar = PRESETS
+    unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
+    unused += ("init_std", "gae_lambda", "clip", "epochs", "value_lr")
+
+    keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
+    latent_size: int = setting("agent", 5, "numbers of z", low=1)
+    hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
+
+    updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
+    meta_batch: int = setting("SAC", 16, "M, tasks per gradient step", low=1)
+    minibatch: int = setting("SAC", 512, "transitions per gradient step, of all tasks", low=2)
+    context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
+    replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
+    gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
+    entropy_weight: float = setting("SAC", 0.1, "alpha, where a usual reward is 1")
+    kl_weight: float = setting("SAC", 1e-4, "weight of the KL divergence to the prior")
+    target_rate: float = setting("SAC", 0.01, "step of the target Q functions", low=1e-6, high=1)
+    lr: float = setting("SAC", None, "learning rate of Adam", high=1)
+    final_lr: float = setting("SAC", 0.05, "lr falls linearly to this fraction", high=1)
+    max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
+
+
+# ---- Replay --------------------------------------------------------------------------------------
+#
+# Every iteration appends its trials to a file in the run folder. The checkpoint knows how many
+# iterations the file has, so a crash does no harm: what comes after them is cut off.
+
+
+class Replay:
+    """The trials of the last K iterations, (K, R, T + 1, width), and their file.
+
+    The numbers of a step: observation (S), action (A), reward, terminated, timed_out. The last
+    column has an observation only.
+    """
+
+    def __init__(self, path, shape, capacity, iterations, device):
+        """`shape` is (R, T + 1, width); `iterations` are in the file, and K = `capacity` fit."""
+        self.path = path  # None: no file
+        self.iterations = iterations
+        self.trials = torch.zeros(capacity, *shape, device=device)
+        self.bytes = self.trials[0].nbytes  # of an iteration
+        self.check_file()
+        for i in range(max(0, iterations - capacity), iterations):
+            numbers = np.fromfile(path, np.float32, math.prod(shape), offset=i * self.bytes)
+            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
+
+    def check_file(self):
+        size = self.path.stat().st_size if self.path and self.path.is_file() else 0
+        if self.path and size < self.iterations * self.bytes:
+            raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
+
+    def append(self, trials):
+        """Add the trials of an iteration, (R, T + 1, width)."""
+        if self.path:
+            self.check_file()
+            with open(self.path, "ab") as f:
+                f.truncate(self.iterations * self.bytes)
+                f.write(trials.cpu().numpy().tobytes())
+                f.flush()
+                os.fsync(f.fileno())
+        self.trials[self.iterations % len(self.trials)] = trials
+        self.iterations += 1
+
+    def sample(self, config, generator):
+        """Steps of M trials: a context (M, C, width), and B steps and their next (M, B, width)."""
+        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
+        B = config.minibatch // M
+        K, R, columns, _ = self.trials.shape
+        T = columns - 1
+
+        def uniform(*shape):
+            return torch.rand(shape, generator=generator, device=self.trials.device)
+
+        # The square prefers recent trials: half of them are from the last quarter of the replay.
+        age = (uniform(M, 1).square() * min(self.iterations, K)).long()
+        iteration = (self.iterations - 1 - age) % K
+        row = (uniform(M, 1) * R).long()
+
+        # A context is from the first 1, ..., E episodes, as it is when the next one begins.
+        episodes = 1 + (uniform(M, 1) * E).long()
+        t_context = (uniform(M, C) * episodes * T / E).long()
+        t = (uniform(M, B) * T).long()
+        return tuple(self.trials[iteration, row, step] for step in (t_context, t, t + 1))
+
+
+# ---- Agent ---------------------------------------------------------------------------------------
+
+
+def network(inputs, hidden, outputs):
+    layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, outputs))
+
+
+class Pearl(trmrl.Agent):
+    """PEARL: meta-train or meta-test soft actor-critic with a latent variable of the task."""
+
+    name = "pearl"
+    command = "python -m baselines.pearl"
+    Config = Config
+    test_episodes = 3  # the first two are for exploration
+
+    def __init__(self, config, sizes):
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise trmrl.UserError("pearl runs in one process; start it without torchrun")
+        if config.minibatch % config.meta_batch:
+            raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
+        S, A, _ = sizes
+        Z, hidden = config.latent_size, config.hidden_size
+        super().__init__(config, sizes, memory_size=S + Z)
+        self.value = self.log_std = None  # Q functions instead; the deviation depends on the state
+        self.encoder = network(S + A + 1, hidden, 2 * Z)
+        self.policy = network(S + Z, hidden, 2 * A)
+        self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.replay = None
+        self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
+
+    def parameter_groups(self):
+        return [dict(params=[p for p in self.parameters() if p.requires_grad], lr=self.config.lr)]
+
+    def new_trials(self, rows, steps, generator):
+        trials = super().new_trials(rows, steps, generator)
+        shape = (rows, steps + 1, self.config.latent_size)
+        trials.stored["z"] = torch.zeros(shape, device=self.device)
+        trials.stored["z_noise"] = torch.randn(shape, generator=generator, device=self.device)
+        return trials
+
+    def act(self, trials, t, sample):
+        """Action (R, A) and log_prob (R,) of step t, the mean or a sample. SAC needs no value."""
+        # z is constant within an episode. Where an episode begins, draw z from the posterior given
+        # all earlier steps of the trial, or from the prior if there are none.
+        z, z_noise = trials.stored["z"], trials.stored["z_noise"]
+        begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
+        if t > 0:
+            z[:, t] = z[:, t - 1]
+            begins = trials.eta[:, t - 1] > 0
+        if begins.any():
+            past = trials.state, trials.clipped_action, trials.reward
+            mean, var = self.posterior(*(x[begins, :t] for x in past))
+            z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
+
+        noise = trials.noise[:, t] if sample else torch.zeros_like(trials.noise[:, t])
+        action, log_prob = self.pi(trials.state[:, t], z[:, t], noise)
+        return action, log_prob, torch.zeros_like(log_prob)
+
+    def posterior(self, state, action, reward):
+        """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
+        M, C = reward.shape
+        if C == 0:
+            zeros = torch.zeros(M, self.config.latent_size, device=self.device)
+            return zeros, zeros + 1
+        transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
+        # q(z | c) ~ prod_n N(z; mean_n, var_n): precisions add up and weight the means.
+        mean, width = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
+        precision = 1 / (F.softplus(width) + 1e-6)
+        var = 1 / precision.sum(dim=1)
+        return var * (precision * mean).sum(dim=1), var
+
+    def scaled(self, reward):
+        """Rewards of root mean square 1."""
+        return reward / (self.reward_stats.var + self.reward_stats.mean.square() + 1e-8).sqrt()
+
+    def pi(self, state, z, noise):
+        """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
+        mean, log_std = self.policy(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
+        log_std = log_std.clamp(-5.0, 2.0)
+        u = mean + log_std.exp() * noise
+        # log pi(a) = sum log N(u) - log(1 - tanh(u)^2); the last is stable as 4 / (e^u + e^-u)^2.
+        log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+        return u.tanh(), (log_normal - log_slope).sum(dim=-1)
+
+    def q(self, critics, state, action, z):
+        """Both Q functions, (2, ...)."""
+        x = torch.cat([state, action, z], dim=-1)
+        return torch.stack([critic(x).squeeze(-1) for critic in critics])
+
+    # ---- Learning --------------------------------------------------------------------------------
+
+    def losses(self, context, step, next_step, generator):
+        """The loss of everything that is learned, and metrics."""
+        gamma = self.config.gamma
+        alpha = (1 - gamma) * self.config.entropy_weight
+        state, action, reward, terminated, timed_out = self.unpack(step)
+        next_state = self.unpack(next_step)[0]
+
+        def noise_like(x):
+            return torch.randn(x.shape, generator=generator, device=x.device)
+
+        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
+        mean, var = self.posterior(*self.unpack(context)[:3])
+        z = mean + var.sqrt() * noise_like(mean)
+        z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
+        kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
+
+        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z). A
+        # constant reward is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
+        with torch.no_grad():
+            next_action, log_prob = self.pi(next_state, z, noise_like(action))
+            next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
+            next_value = next_q - alpha * log_prob
+            y = (1 - gamma) * self.scaled(reward) + gamma * (1 - terminated) * next_value
+        # At a time limit the next state is that of the next episode, so there is no target.
+        error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)
+        critic_loss = error.square().mean(dim=(1, 2)).sum()
+
+        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). Only the policy does:
+        # the gradient reaches neither the critics nor, by way of z, the encoder.
+        self.critics.requires_grad_(False)
+        new_action, log_prob = self.pi(state, z.detach(), noise_like(action))
+        q = self.q(self.critics, state, new_action, z.detach()).amin(dim=0)
+        policy_loss = (alpha * log_prob - q).mean()
+        self.critics.requires_grad_(True)
+
+        loss = critic_loss + policy_loss + self.config.kl_weight * kl
+        metrics = {"critic_loss": critic_loss, "q": q.mean(), "kl": kl, "entropy": -log_prob.mean()}
+        return loss, {name: x.detach() for name, x in metrics.items()}
+
+    def unpack(self, step):
+        """State, action, reward, terminated, timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        observation, action, *others = step.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in others)
+
+    def remember(self, trials):
+        """Add trials to the replay. After --resume, the replay is first read from its file."""
+        timed_out = trials.eta * ~trials.terminated
+        others = torch.stack([trials.reward, trials.terminated, timed_out], dim=-1)
+        others = F.pad(others, (0, 0, 0, 1))  # the last column has only an observation
+        steps = torch.cat([trials.observation, trials.clipped_action, others], dim=-1)
+        if self.replay is None:
+            path = self.folder and self.folder / "replay.bin"
+            size = min(self.config.replay_size, self.config.total_steps)
+            capacity = math.ceil(size / trials.reward.numel())
+            iterations = int(self.replay_iterations)
+            self.replay = Replay(path, steps.shape, capacity, iterations, self.device)
+        self.replay.append(steps)
+        self.replay_iterations += 1
+
+    def update(self, trials, optimizer, generator):
+        """Remember the trials, then take gradient steps on the replay."""
+        config = self.config
+        self.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
+        self.reward_stats.update(trials.reward.reshape(-1, 1))
+        self.remember(trials)
+
+        critics, targets = list(self.critics.parameters()), list(self.targets.parameters())
+        totals = 0.0
+        for _ in range(config.updates):
+            loss, metrics = self.losses(*self.replay.sample(config, generator), generator)
+            metrics["grad_norm"], metrics["skipped"] = trmrl.gradient_step(self, optimizer, loss)
+            totals = totals + torch.stack(list(metrics.values())).nan_to_num(0.0, 0.0, 0.0)
+            for target, critic in zip(targets, critics):
+                target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
+
+        report = dict(zip(metrics, (totals / config.updates).tolist()))
+        report["skipped"] = round(report["skipped"] * config.updates)
+        return report | {"updates": config.updates}
+
+
+if __name__ == "__main__":
+    sys.exit(trmrl.main(agent_class=Pearl))

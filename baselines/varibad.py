@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: MIT
+"""VariBAD: A Very Good Method for Bayes-Adaptive Deep RL via Meta-Learning (Zintgraf et al. 2020)
+
+The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
+task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
+so far, updates the belief at every step. A decoder must predict every reward of the trial, past and
+future, from a z of the belief: this teaches the encoder what distinguishes tasks. Encoder and
+decoder are thus a variational autoencoder (VAE), whose prior at each step is the belief of the step
+before. PPO trains a policy on the state and the belief, mean and log-variance, and its gradient
+stops there, so the policy can act on its uncertainty but does not shape the belief.
+
+    python -m baselines.varibad --env halfcheetah_vel
+
+Differences from the authors' code: the VAE learns from the current batch and no replay buffer; the
+variance of rewards is fixed to 1 after they are normalised; the encoder is also told where episodes
+end. The paper decodes transitions, too, where they differ between tasks; here they never do.
+
+Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+import trmrl
+from baselines.rl2 import gru_inputs
+from trmrl import setting
+
+BELIEFS = 20  # K, of the T beliefs of a row, for one gradient step of the VAE
+DECODED = 20  # J, of the T rewards of a row
+
+# An MLP learns faster at a higher rate than the transformer's.
+CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
+
+
+@dataclass
+class Config(trmrl.Config):
+    presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
+    unused: ClassVar = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
+
+    d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
+    keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
+    latent_size: int = setting("VAE", 5, "numbers of z", low=1)
+    vae_lr: float = setting("VAE", 1e-3, "learning rate of Adam", high=1)
+    vae_updates: int = setting("VAE", 10, "gradient steps per iteration")
+
+
+def kl_divergence(mean, log_var, prior_mean, prior_log_var):
+    """KL(N(mean, var) || N(prior_mean, prior_var)) of independent components, (..., n) -> (...)."""
+    ratio = (log_var - prior_log_var).exp()
+    distance = (mean - prior_mean).square() / prior_log_var.exp()
+    return 0.5 * (ratio + distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
+
+
+class VAE(nn.Module):
+    """The encoder q(z | tau_{:t}) and the reward decoder p(r_i | s_i, a_i, s_{i+1}, z)."""
+
+    def __init__(self, S, A, d, latent_size):
+        super().__init__()
+        self.gru = nn.GRU(S + A + 2, d, batch_first=True)
+        self.to_belief = nn.Linear(d, 2 * latent_size)  # mean and log-variance
+        self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
+
+    def encode(self, x, hidden=None):
+        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 n) and the last hidden state (1, R, d)."""
+        h, last = self.gru(x, hidden)
+        return self.to_belief(h), last
+
+    def decode(self, z, transition):
+        """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, n)."""
+        R, K, _ = z.shape
+        J = transition.shape[1]
+        z = z[:, :, None].expand(R, K, J, -1)
+        transition = transition[:, None].expand(R, K, J, -1)
+        return self.decoder(torch.cat([z, transition], dim=-1)).squeeze(-1)
+
+
+class VariBAD(trmrl.Agent):
+    """VariBAD: meta-train or meta-test an agent that acts on a belief about the task."""
+
+    name = "varibad"
+    command = "python -m baselines.varibad"
+    Config = Config
+
+    def __init__(self, config, sizes):
+        S, A, _ = sizes
+        super().__init__(config, sizes, memory_size=S + 2 * config.latent_size)
+        self.vae = VAE(S, A, config.d_model, config.latent_size)
+
+    def new_trials(self, rows, steps, generator):
+        """hidden[t] is the encoder's hidden state before step t; belief[t] includes step t."""
+        trials = super().new_trials(rows, steps, generator)
+        d, n = self.config.d_model, self.config.latent_size
+        trials.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
+        trials.stored["belief"] = torch.zeros(rows, steps + 1, 2 * n, device=self.device)
+        return trials
+
+    @torch.no_grad()
+    def act(self, trials, t, sample):
+        """Update the belief of every row, then act on it."""
+        hidden, belief = trials.stored["hidden"], trials.stored["belief"]
+        row = torch.arange(len(hidden), device=self.device)
+        x = gru_inputs(trials, row, torch.full_like(row, t))[:, None]
+        b, h = self.vae.encode(x, hidden[None, :, t].contiguous())
+        hidden[:, t + 1] = h[0]
+        belief[:, t] = b[:, 0]
+        return super().act(trials, t, sample)
+
+    def recall(self, trials, row, t):
+        """The state and the belief as it was when the agent acted: no gradient reaches the VAE."""
+        return torch.cat([trials.state[row, t], trials.stored["belief"][row, t]], dim=-1)
+
+    def update(self, trials, optimizer, generator):
+        """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
+        metrics = super().update(trials, optimizer, generator)
+        R, T = trials.reward.shape
+        totals = torch.zeros(3, device=self.device)
+        for _ in range(self.config.vae_updates):
+            # A whole ELBO has T x T rewards to decode. We draw K of its T beliefs, and J of its T
+            # rewards for each, the same for all rows.
+            times = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
+            steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
+            shape = (R, BELIEFS, self.config.latent_size)
+            noise = torch.randn(shape, generator=generator, device=self.device)
+            error, kl = self.negative_elbo(trials, times, steps, noise)
+            _, skipped = trmrl.gradient_step(self, optimizer, error + kl)
+            totals += torch.stack([error, kl, skipped]).detach().nan_to_num(0.0, 0.0, 0.0)
+
+        updates = self.config.vae_updates
+        error, kl, skipped = (trmrl.sum_over_processes(totals) / trmrl.world_size()).tolist()
+        metrics["reward_error"] = error / max(1, updates)
+        metrics["kl"] = kl / max(1, updates)
+        metrics["updates"] += updates
+        metrics["skipped"] += round(skipped)
+        return metrics
+
+    def negative_elbo(self, trials, times, steps, noise):
+        """The two terms of -ELBO, each divided by the number of its rewards R T T.
+
+        ELBO = sum_t E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
+               - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ),  and q(z | tau_{:-1}) = N(0, I)
+
+        t and i run over the T steps of a row. The outer sum is estimated by t in `times` (K,), the
+        inner one by i in `steps` (J,), the expectation by one z per t, from `noise` (R, K, n).
+        """
+        R, T = trials.reward.shape
+        row = torch.arange(R, device=self.device)[:, None]
+        t = torch.arange(T, device=self.device).expand(R, T)
+        belief, _ = self.vae.encode(gru_inputs(trials, row, t))
+        mean, log_var = belief.chunk(2, dim=-1)  # (R, T, n) each
+
+        # z ~ q(z | tau_{:t}), written so that the gradient reaches mean and variance.
+        z = mean[:, times] + noise * (0.5 * log_var[:, times]).exp()  # (R, K, n)
+
+        # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
+        # out: the state after it is not in the row, since the next episode begins there.
+        state, next_state = trials.state[:, steps], trials.state[:, steps + 1]
+        transition = torch.cat([state, trials.clipped_action[:, steps], next_state], dim=-1)
+        predicted = self.vae.decode(z, transition)  # (R, K, J)
+        reward = self.reward_stats(trials.reward[:, steps, None]).transpose(1, 2)  # (R, 1, J)
+        inside = 1 - trials.eta[:, None, steps]
+        error = 0.5 * (inside * (reward - predicted).square()).mean()
+
+        # The prior of a belief is the belief before it. Of this term we need no estimate.
+        prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: mean 0, variance 1
+        kl = kl_divergence(mean, log_var, *prior.chunk(2, dim=-1)).mean() / T
+        return error, kl
+
+    def parameter_groups(self):
+        """For Adam: the VAE has a learning rate of its own."""
+        vae = list(self.vae.parameters())
+        others, value = super().parameter_groups()
+        ids = set(map(id, vae))
+        others["params"] = [p for p in others["params"] if id(p) not in ids]
+        return [others, value, dict(params=vae, lr=self.config.vae_lr)]
+
+
+if __name__ == "__main__":
+    sys.exit(trmrl.main(agent_class=VariBAD))
