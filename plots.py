@@ -43,6 +43,7 @@ import trmrl
 
 WIDTH = 7.0  # inches, the text width of a paper; in a README an inch is about 120 pixels
 BLUE, RED, GREY = "#0b5fa5", "#c0392b", "#666666"
+NOTE = dict(color=RED, ha="right", bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
 STYLE = {
     "axes": dict(grid=True, axisbelow=True, edgecolor=GREY, titlelocation="left", titlesize=10),
     "axes.spines": dict(top=False, right=False),
@@ -493,7 +494,7 @@ def online_adaptation(axes, velocity, targets, steps=60):
             found.append(reached)
             ax.axvline(reached, color=RED, linewidth=0.8)
             ax.plot(reached, v[reached], "o", color=RED)
-        ax.text(0.97, 0.03, words, transform=ax.transAxes, ha="right", color=RED)
+        ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
         ax.set(title=f"{target:.1f} m/s", xticks=range(0, steps + 1, 20), xlim=(-2, steps))
     return found
 
@@ -697,7 +698,7 @@ def attention(axes, weights, velocity, targets, shown):
     for ax in () if reached is None else (top, image):
         ax.axvline(reached - 0.5, color=RED, linewidth=1.2)
     words = "not settled" if reached is None else f"settled after {plural(reached, 'step')}"
-    top.text(0.99, 0.05, words, color=RED, ha="right", transform=top.transAxes)
+    top.text(0.99, 0.08, words, transform=top.transAxes, **NOTE)
 
     mean = weights[:, full:].mean(axis=(0, 1))
     bars.barh(np.arange(N), mean, color=BLUE)

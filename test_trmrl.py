@@ -681,21 +681,25 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
     def allow_draw(name, original):
         monkeypatch.setattr(torch, name, lambda *n, generator, device: original(*n, device=device))
 
-    def generator(device):
-        return SimpleNamespace(device=device, manual_seed=lambda seed: generator(device))
+    class Generator:  # the meta device has none
+        def __init__(self, device):
+            self.device = device
+
+        def manual_seed(self, seed):
+            return self
 
     allow_read("cpu", lambda x: torch.zeros(x.shape))
     allow_read("tolist", lambda x: [0.0] * len(x))
     allow_read("item", lambda x: 0.0)
     allow_draw("randn", torch.randn)
     allow_draw("randperm", torch.randperm)
-    monkeypatch.setattr(torch, "Generator", generator)
+    monkeypatch.setattr(torch, "Generator", Generator)
     module = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     optimizer = optimizer_of(agent)
     with Operations():
         trials, _ = play(agent)
-        agent.update(trials, optimizer, generator("meta"))
+        agent.update(trials, optimizer, Generator("meta"))
     assert events[:60] == ["cpu"] * 60, "acting reads more from the device than its actions"
     assert events[60:81] == ["minibatch"] * 21, "PPO reads from the device between minibatches"
     assert len(events) <= 81 + 3, "an update reads from the device more often than needed"
@@ -778,8 +782,8 @@ def test_batched_bodies_equal_gym_make_step_for_step(env, body):
     envs.reset(seed=1)
     falls = 0
     for step in range(40):
-        if step == 20 and env == "ant_dir":  # some stand too low or too high
-            envs.physics[:, 3] = np.linspace(0.15, 1.05, 20)
+        if step % 10 == 0 and env == "ant_dir":  # an ant falls below 0.2 and above 1.0
+            envs.physics[:, 3] = [*np.linspace(0.17, 0.26, 10), *np.linspace(0.95, 1.05, 10)]
         before = envs.physics.copy()
         actions = rng.uniform(-1.5, 1.5, (20, A))
         ours = dict(zip(("observation", "reward", "terminated", "_", "info"), envs.step(actions)))
@@ -874,8 +878,10 @@ def test_tasks_take_the_same_steps_in_threads():
 # Simulations that blow up.
 
 
-@pytest.mark.parametrize("value", [np.nan, 1e300, 1e8, 1e4])
-def test_a_simulation_that_blows_up_ends_like_the_clock(value, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "value, where", [(np.nan, 12), (1e300, 12), (1e8, 12), (1e4, 12), (1e4, 1)]
+)
+def test_a_simulation_that_blows_up_ends_like_the_clock(value, where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # MuJoCo writes a log where it runs
     envs = trmrl.make_tasks("halfcheetah_vel", 3, 1)
     envs.reset(seed=0)
@@ -884,9 +890,9 @@ def test_a_simulation_that_blows_up_ends_like_the_clock(value, tmp_path, monkeyp
     pool = envs.pool
 
     def rollout(models, datas, before, controls, **options):
-        """Task 1 has a velocity that no physics can have."""
+        """Task 1 has a velocity or a position that no body can have."""
         broken = before.copy()
-        broken[1, 12] = value
+        broken[1, where] = value
         pool.rollout(models, datas, broken, controls, **options)
 
     envs.pool = SimpleNamespace(rollout=rollout)
@@ -2423,27 +2429,27 @@ def test_a_film_gets_smaller_until_it_fits(tmp_path):
     assert sizes[0] > 12_000 >= sizes[1] > 0
 
 
-def test_rendered_frames_show_the_body_or_the_error_names_opengl(monkeypatch):
+def test_rendered_frames_show_the_body_where_mujoco_can_render(monkeypatch):
     model = trmrl.make_tasks("halfcheetah_vel", 1).model
     qpos = np.zeros((1, 2, model.nq))
     qpos[0, 1, 2] = 1.0  # head up
     try:
         frames = plots.photograph([model], qpos, [[]])
         assert (frames[0, 0] != frames[0, 1]).any(axis=-1).mean() > 0.005
-    except trmrl.UserError as error:  # this machine cannot render
-        assert "film needs off-screen OpenGL" in str(error)
+    except trmrl.UserError:
+        code = "import mujoco as m; m.Renderer(m.MjModel.from_xml_string('<mujoco/>'))"
+        command = ["env", "MUJOCO_GL=egl", sys.executable, "-c", code]
+        assert subprocess.run(command, capture_output=True).returncode != 0
     monkeypatch.setenv("MUJOCO_GL", "paint")
     with pytest.raises(trmrl.UserError, match="film needs off-screen OpenGL.*MUJOCO_GL=paint"):
         plots.photograph([model], qpos, [[]])
 
 
 def test_a_speed_is_the_best_round_after_a_warm_up(monkeypatch):
-    times = iter([0, 9, *(10, 10, 12), *(20, 20, 21)])  # rounds 0, 1, 2: began, asked, asked
+    times = iter([0, 0, 0.5, 1, *(10, 10, 12), *(20, 20, 21)])  # began, asked, ...: three rounds
     monkeypatch.setattr(plots.time, "perf_counter", lambda: next(times))
-    calls = []
-    works = {"a": (lambda: calls.append("a"), 12)}
-    assert plots.rates(works, seconds=1, rounds=2) == {"a": 12.0}  # a call in 1 s, not in 2 s
-    assert calls == ["a", "a"]
+    works = {"a": (lambda: None, 12)}
+    assert plots.rates(works, seconds=1, rounds=2) == {"a": 12.0}  # not 24 of the first round
 
 
 def test_the_benchmark_runs_and_draws_each_of_its_works(tmp_path, monkeypatch):
@@ -2700,7 +2706,7 @@ EXERCISES = {
     "ppo": ("ppo_loss", "clipped_objective", 10),
     "collect": ("collect", "queue_of_algorithm_1 or time_limit_bootstraps", 25),
     "rl2": ("RL2.recall", "rl2_is_a_gru or rl2_learns_through", 20),
-    "theorem": ("bayes_risk", "theorem_1", 15),
+    "theorem": ("", "", 15),
     "curve": ("", "", 10),
     "sceptic": ("", "", 15),
     "family": ("family.py", "family_hides_its_tasks", 20),
@@ -3216,6 +3222,7 @@ def test_the_documents_and_the_tool_agree_on_the_exercises():
 def test_the_tour_runs_and_its_pictures_are_saved(tmp_path, monkeypatch):
     cells = code_cells(json.loads((HERE / "docs" / "tour.ipynb").read_text()))
     saved = [output["output_type"] for cell in cells for output in cell["outputs"]]
+    monkeypatch.undo()  # other tests keep figures open
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").symlink_to(HERE / "results")
     sources = ["".join(cell["source"]) for cell in cells]

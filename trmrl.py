@@ -1085,12 +1085,14 @@ class Run:
         run = {"iteration": self.iteration, "seconds": self.seconds}
         run |= {"optimizer": self.optimizer.state_dict(), "csv": self.csv}  # rows of this moment
 
-        files = {name: text.encode() for name, text in self.csv.items()}
-        files["config.json"] = json.dumps(config | {"versions": versions}, indent=2).encode()
-        for name, content in {"agent.pt": agent, "checkpoint.pt": agent | run}.items():
+        # The checkpoint first, so that no other file is ever ahead of it.
+        files = {}
+        for name, content in {"checkpoint.pt": agent | run, "agent.pt": agent}.items():
             buffer = io.BytesIO()
             torch.save(content, buffer)
             files[name] = buffer.getvalue()
+        files["config.json"] = json.dumps(config | {"versions": versions}, indent=2).encode()
+        files |= {name: text.encode() for name, text in self.csv.items()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, data in files.items():
@@ -1236,14 +1238,10 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
 
 def run_iterations(run):
     """Iterate until the end; returns the agent."""
-    config, steps = run.agent.config, run.iterations * run.batch
-    if rank() == 0:
-        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-        print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-        where = f"{config.device}, threads: {config.threads}, processes: {world_size()}"
-        print(where, flush=True)
-        run.save()
     try:
+        if rank() == 0:
+            announce(run)
+            run.save()
         while run.iteration < run.iterations:
             iterate(run)
     except KeyboardInterrupt:
@@ -1258,6 +1256,14 @@ def run_iterations(run):
         for envs in run.envs.values():
             envs.close()
     return run.agent
+
+
+def announce(run):
+    config, steps = run.agent.config, run.iterations * run.batch
+    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+    print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+    processes = f"processes: {world_size()}"
+    print(f"{config.device}, threads: {config.threads}, {processes}", flush=True)
 
 
 def iterate(run):
