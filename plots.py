@@ -47,8 +47,7 @@ NOTE = dict(color=RED, ha="right", bbox=dict(facecolor="white", edgecolor="none"
 STYLE = {
     "axes": dict(grid=True, axisbelow=True, edgecolor=GREY, titlelocation="left", titlesize=10),
     "axes.spines": dict(top=False, right=False),
-    "figure": dict(titlesize=11),
-    "figure.constrained_layout": dict(use=True),
+    "figure": {"titlesize": 11, "constrained_layout.use": True},
     "font": dict(size=9.5),
     "grid": dict(color="#e3e3e3", linewidth=0.7),
     "legend": dict(frameon=False, columnspacing=1.2, handlelength=2.6),
@@ -440,9 +439,9 @@ def meet(agent, targets, episodes=1):
     return trmrl.collect(agent, envs, tasks, steps, False, trmrl.TEST_SEED)
 
 
-def attention_weights(layer, asking, e, visible):
-    """Eq. 4, alpha (M, heads, Q, N): how relevant each memory of e is to those that ask."""
-    q, k = layer.query(asking), layer.key(e)
+def attention_weights(layer, query_memories, e, visible):
+    """Eq. 4, alpha (M, heads, Q, N): how relevant each memory of e is to each query."""
+    q, k = layer.query(query_memories), layer.key(e)
     q, k = (x.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for x in (q, k))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
@@ -1065,9 +1064,11 @@ def cell(values, value="return", spread=False):
 
 def episode_cell(seeds, episode, spread=False, **wanted):
     """An episode of the last meta-test, mean over tasks and seeds."""
+    unusual = is_arm(seeds[0].env) and seeds[0].tests[0]["actions"] == "mean"
+    note = " (mean actions)" if unusual and "actions" not in wanted else ""
     wanted = {"split": "test"} | wanted
     curves = [means(run, "episode", step=run.steps, **wanted) for run in seeds]
-    return cell([curve.get(episode, math.nan) for curve in curves], seeds[0].value, spread)
+    return cell([curve.get(episode, math.nan) for curve in curves], seeds[0].value, spread) + note
 
 
 def env_table(env, groups):
@@ -1124,19 +1125,18 @@ def ablation_table(which, runs, options):
     return markdown(table)
 
 
-def classes_table(folder):
-    """A row per class of ML45-Train, from <folder>/ml45_train/classes.csv."""
+def classes_table(path):
+    """The classes of ML45-Train by their success, from the csv of a meta-test; they take turns."""
     import metaworld
 
     names = list(metaworld.env_dict.ML45_V3["train"])
-    rows = read_csv(folder / "ml45_train" / "classes.csv")
-    table = []
-    for i, name in enumerate(names):
-        ours = [row for row in rows if int(row["task"]) % len(names) == i]
-        success, returns = ([float(row[key]) for row in ours] for key in ("success", "return"))
-        row = {"class": name.removesuffix("-v3"), "success": cell(success, "success")}
-        table.append(row | {"return": f"{np.mean(returns):,.0f}"})
-    return markdown(sorted(table, key=lambda row: -int(row["success"].split()[0])))
+    rows = read_csv(path) if path.exists() else []
+    classes = defaultdict(list)
+    for i, name in enumerate(names if rows else ()):
+        success = [float(row["success"]) for row in rows if int(row["task"]) % len(names) == i]
+        classes[np.mean(success)].append(name.removesuffix("-v3"))
+    ordered = sorted(classes.items(), reverse=True)
+    return markdown([{"success": f"{x:.0%}", "classes": ", ".join(each)} for x, each in ordered])
 
 
 def make_table(name, groups, runs, folder, options):
@@ -1144,7 +1144,7 @@ def make_table(name, groups, runs, folder, options):
     if name == "summary":
         return summary_table(groups)
     if name == "classes":
-        return classes_table(folder)
+        return classes_table(folder / "ml45_train" / "classes.csv")
     if name in ENVS or name in groups:
         return env_table(name, groups.get(name, {}))
     if name.removeprefix("ablation_") in ABLATIONS:
