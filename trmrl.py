@@ -1462,6 +1462,9 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
         message = "out of memory" if out_of_memory(error) else error
         print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # a second one ends Python at once
     return 0
 
 
