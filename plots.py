@@ -955,9 +955,8 @@ def network_alone(agent):
 def setup(env, device, **changes):
     """Environments, a new agent with the preset of an env, and the halves of an iteration."""
     config = trmrl.Config(env=env, device=device, **changes)
-    config, envs = trmrl.prepare(config, trmrl.make_tasks)
-    envs = envs["train"]
-    agent = trmrl.TrMRL(config, trmrl.sizes_of(envs)).to(config.device)
+    config, envs, _ = trmrl.prepare(config, trmrl.make_tasks)
+    agent = trmrl.TrMRL(config, envs.sizes).to(config.device)
     optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
     generator = torch.Generator(config.device)
     collect = partial(trmrl.collect, agent, envs, envs.tasks, envs.episode_length, True, 0)

@@ -20,7 +20,6 @@ and an action; P weights of the policy, as one vector; F features.
 """
 
 import math
-import os
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -169,7 +168,7 @@ class Maml(trmrl.Agent):
     test_episodes = 3  # it adapts after the first
 
     def __init__(self, config, sizes):
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if trmrl.WORLD_SIZE > 1:
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
@@ -258,7 +257,7 @@ class Maml(trmrl.Agent):
         self.normalizer.update(trials.observation[:, : done.shape[1]].flatten(0, 1))
         returns, _ = trials.episode_returns(config.episodes_per_trial)
         metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
-        return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1, "skipped": 0}
+        return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1}
 
     def parameter_groups(self):
         return [dict(params=list(self.parameters()), lr=0.0)]

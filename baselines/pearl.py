@@ -153,7 +153,7 @@ class Pearl(trmrl.Agent):
     test_episodes = 3  # the first two are for exploration
 
     def __init__(self, config, sizes):
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if trmrl.WORLD_SIZE > 1:
             raise trmrl.UserError("pearl runs in one process; start it without torchrun")
         if config.minibatch % config.meta_batch:
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
@@ -301,14 +301,13 @@ class Pearl(trmrl.Agent):
         totals = 0.0
         for _ in range(config.updates):
             loss, metrics = self.losses(*self.replay.sample(config, generator), generator)
-            metrics["grad_norm"], metrics["skipped"] = trmrl.gradient_step(self, optimizer, loss)
-            totals = totals + torch.stack(list(metrics.values())).nan_to_num(0.0, 0.0, 0.0)
+            metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
+            totals = totals + torch.stack(list(metrics.values()))
             for target, critic in zip(targets, critics):
                 target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
 
-        report = dict(zip(metrics, (totals / config.updates).tolist()))
-        report["skipped"] = round(report["skipped"] * config.updates)
-        return report | {"updates": config.updates}
+        means = (totals / config.updates).tolist()
+        return dict(zip(metrics, means)) | {"updates": config.updates}
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class RL2(trmrl.Agent):
     def minibatches(self, trials, generator):
         """Whole rows in random order; an incomplete last minibatch is dropped."""
         R, T = trials.value.shape
-        size = max(1, self.config.minibatch // trmrl.world_size() // T)
+        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // T)
         order = torch.randperm(R, generator=generator, device=self.device)
         t = torch.arange(T, device=self.device).expand(size, T)
         for rows in order[: R // size * size].split(size):

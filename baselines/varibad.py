@@ -117,7 +117,7 @@ class VariBAD(trmrl.Agent):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(trials, optimizer, generator)
         R, T = trials.reward.shape
-        totals = torch.zeros(3, device=self.device)
+        totals = torch.zeros(2, device=self.device)
         for _ in range(self.config.vae_updates):
             # A whole ELBO has T x T rewards to decode. We draw K of its T beliefs, and J of its T
             # rewards for each, the same for all rows.
@@ -126,15 +126,14 @@ class VariBAD(trmrl.Agent):
             shape = (R, BELIEFS, self.config.latent_size)
             noise = torch.randn(shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(trials, times, steps, noise)
-            _, skipped = trmrl.gradient_step(self, optimizer, error + kl)
-            totals += torch.stack([error, kl, skipped]).detach().nan_to_num(0.0, 0.0, 0.0)
+            trmrl.gradient_step(self, optimizer, error + kl)
+            totals += torch.stack([error, kl]).detach()
 
         updates = self.config.vae_updates
-        error, kl, skipped = (trmrl.sum_over_processes(totals) / trmrl.world_size()).tolist()
+        error, kl = (trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE).tolist()
         metrics["reward_error"] = error / max(1, updates)
         metrics["kl"] = kl / max(1, updates)
         metrics["updates"] += updates
-        metrics["skipped"] += round(skipped)
         return metrics
 
     def negative_elbo(self, trials, times, steps, noise):
