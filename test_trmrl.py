@@ -65,7 +65,7 @@ SMALL = dict(device="cpu", layers=2, d_model=16, heads=2, memory_length=5, init_
 SMALL |= dict(gamma=0.93, gae_lambda=0.8, minibatch=64, epochs=3, lr=1e-3, value_lr=3e-3)
 
 
-class PointMass(trmrl.Tasks):
+class PointMass(trmrl.TaskFamily):
     """Find a hidden goal on the unit circle. The reward is minus the distance to the goal."""
 
     episode_length = 20
@@ -137,7 +137,7 @@ def make_agent(sizes=(2, 2, 1), **settings):
 
 def optimizer_of(agent):
     """The optimizer that meta-training uses."""
-    return trmrl.Run("unused", agent, {"train": PointMass(1)}).optimizer
+    return trmrl.Run("unused", agent, PointMass(1), {}).optimizer
 
 
 def spy_on_minibatches(agent, note):
@@ -777,7 +777,7 @@ def test_batched_bodies_equal_gym_make_step_for_step(env, body):
     envs = trmrl.make_tasks(env, 20, seed=3)
     theirs = gymnasium.make(body).unwrapped
     theirs.reset(seed=0)
-    nq, (S, A, _) = theirs.model.nq, trmrl.sizes_of(envs)
+    nq, (S, A, _) = theirs.model.nq, envs.sizes
     rng = np.random.default_rng(0)
     envs.reset(seed=1)
     falls = 0
@@ -1115,7 +1115,7 @@ SMALL_RUN |= dict(minibatch=10, epochs=2, d_model=16, heads=2, eval_every=2, eva
 CHEETAH = SMALL_RUN | dict(env="halfcheetah_vel", total_steps=120)  # with episodes of 20 steps
 
 
-class ShortPoints(trmrl.Tasks):
+class ShortPoints(trmrl.TaskFamily):
     """Find a hidden goal on the unit circle: the reward is minus the distance."""
 
     episode_length = 10
@@ -1252,7 +1252,7 @@ def signals_and_threads_of_pytest():
 
 @pytest.fixture
 def short_episodes(monkeypatch):
-    monkeypatch.setattr(trmrl.Tasks, "episode_length", 20)
+    monkeypatch.setattr(trmrl.TaskFamily, "episode_length", 20)
 
 
 @pytest.fixture(scope="session")
@@ -1367,7 +1367,7 @@ LAB = """if True:
     import torch, trmrl
     torch.compiler.reset()  # optimizers load the compiler, which takes seconds
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background
-    trmrl.Tasks.episode_length = 20
+    trmrl.TaskFamily.episode_length = 20
 
     def fork(job, name, **env):
         child = os.fork()
@@ -1619,7 +1619,7 @@ def test_threads_serve_the_physics_and_the_update_and_the_policy_has_one(
         spy = lambda x, *args: counts[name].add(number(x)) or whole(x, *args)  # noqa: E731
         monkeypatch.setattr(owner, name, spy)
 
-    count(trmrl.MujocoTasks, "advance", lambda envs: len(envs.datas))
+    count(trmrl.MujocoFamily, "advance", lambda envs: len(envs.datas))
     count(trmrl.TrMRL, "act", lambda agent: torch.get_num_threads())
     count(trmrl, "ppo_update", lambda agent: torch.get_num_threads())
     train_small(tmp_path / "run", env="halfcheetah_vel", total_steps=1, threads=2)
@@ -1700,7 +1700,7 @@ DYING = """
 import atexit, glob, json, os, signal, sys
 import trmrl
 
-trmrl.Tasks.episode_length = 20
+trmrl.TaskFamily.episode_length = 20
 iterate = trmrl.iterate
 
 def die(run):
@@ -2047,7 +2047,7 @@ def new_agent(**settings):
     """An agent with random weights, also in its last layer."""
     torch.manual_seed(0)
     config = trmrl.Config(**SMALL_PLOT | settings)
-    agent = trmrl.TrMRL(config, trmrl.sizes_of(trmrl.make_tasks(config.env, 1)))
+    agent = trmrl.TrMRL(config, trmrl.make_tasks(config.env, 1).sizes)
     torch.nn.init.normal_(agent.policy[-1].weight)
     return agent
 
@@ -2413,7 +2413,7 @@ def test_mistakes_are_one_line_and_stop_no_other_figure(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize("env, bodies", [("halfcheetah_vel", 3), ("ant_dir", 2)])
 def test_the_film_shows_the_bodies_where_they_were(weak_runs, tmp_path, monkeypatch, env, bodies):
-    states, shown, advance = [], [], trmrl.MujocoTasks.advance
+    states, shown, advance = [], [], trmrl.MujocoFamily.advance
 
     def spy(self, actions):
         result = advance(self, actions)
@@ -2425,7 +2425,7 @@ def test_the_film_shows_the_bodies_where_they_were(weak_runs, tmp_path, monkeypa
         noise = np.random.default_rng(0).integers(0, 255, (*positions.shape[:2], 30, 40, 3))
         return noise.astype(np.uint8)
 
-    monkeypatch.setattr(trmrl.MujocoTasks, "advance", spy)
+    monkeypatch.setattr(trmrl.MujocoFamily, "advance", spy)
     monkeypatch.setattr(plots, "photograph", paint)
     assert draw("film", "--env", env, "--runs", weak_runs, "--out", tmp_path) == 0
     assert np.array_equal(shown[0], np.stack(states, axis=1)) and len(shown[0]) == bodies
@@ -2732,7 +2732,7 @@ import numpy as np
 import trmrl
 
 
-class Family(trmrl.Tasks):
+class Family(trmrl.TaskFamily):
     def __init__(self, num_tasks, seed=0, split="train"):
         raise NotImplementedError("family.py: your turn")
 '''
