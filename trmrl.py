@@ -6,11 +6,11 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent meets a new task and adapts to it within an episode, with frozen weights; on the
-half-cheetah this takes about twenty steps. A causal transformer attends over the last N working
-memories phi(s, a, r, eta), and a Gaussian policy acts on the refined memory of the current step.
-PPO trains the agent on many tasks; T-Fixup initialisation lets it train without layer normalisation
-or warm-up.
+The agent meets a new task and adapts to it within an episode, with frozen weights (within about
+twenty steps on the half-cheetah). A causal transformer attends over the last N working memories
+phi(s, a, r, eta) of a state, an action, a reward and a flag for the end of an episode. A Gaussian
+policy acts on the refined memory of the current step. PPO trains the agent on many tasks; T-Fixup
+initialisation lets it train without layer normalisation or warm-up.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
     python trmrl.py --eval runs/halfcheetah_vel/trmrl-seed1    # meta-test on test tasks
@@ -18,7 +18,7 @@ or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 1 to 9 follow the paper. Sections 10 to 12 are the machinery: skip them at first.
+Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -29,14 +29,14 @@ Sections 1 to 9 follow the paper. Sections 10 to 12 are the machinery: skip them
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Run folder          files that survive a crash
+    10. Runs                to start and resume one; files that survive a crash
     11. Several processes   torchrun: one learner on several cores or GPUs
     12. Command line        flags, and errors that fit on one line
 
-A trial is the E episodes that an agent plays on one task. A row is a stream of experience in the
-buffer: one episode, or a whole trial with --keep-memory. Shapes: R rows of T steps, M sampled
-steps, N memory slots; a state, an action, a task and a memory have S, A, k and d numbers. The main
-differences from the paper are told in place, and all of them in docs/differences.md.
+A trial is the experience of one task: the time of E episodes. A row is a stream of experience in
+the buffer: one episode, or a whole trial with --keep-memory. Shapes: R rows of T steps, M steps
+handled at once, N memory slots; a state, an action, a task and a memory have S, A, k and d numbers.
+The main differences from the paper are noted where they occur; docs/differences.md lists all.
 """
 
 import argparse
@@ -91,19 +91,19 @@ def setting(group, default, help, low=0, high=10**9):
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
-# Chosen for one CPU core. The paper trains longer, has E = 2 everywhere and more layers; its
-# ablations prefer N = 50 on ML1-Reach.
-BODY = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
-ARM = dict(
+# Tuned for one CPU core. The paper trains longer and has E = 2 everywhere. Its ablations (App. E)
+# favour N = 5 and 4 to 8 layers on HalfCheetahVel, and N = 50 on ML1-Reach.
+LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
+METAWORLD = dict(
     episodes_per_trial=1, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4
 )
 PRESETS = {
-    "halfcheetah_vel": BODY
+    "halfcheetah_vel": LOCOMOTION
     | dict(total_steps=1_500_000, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4),
-    "ant_dir": BODY
+    "ant_dir": LOCOMOTION
     | dict(total_steps=5_000_000, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4),
-    "ml1": ARM | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
-    "ml45": ARM | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
+    "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
+    "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
 
 
@@ -119,17 +119,17 @@ class Config:
     threads: int = setting("run", 1, "CPU threads for physics and network; 0: all", high=1024)
     run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
 
-    total_steps: int = setting("trials", None, "environment steps in total", 1, 10**12)
-    num_tasks: int = setting("trials", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting("trials", None, "E, episodes per task", low=1)
-    eval_every: int = setting("trials", None, "iterations between meta-tests", low=1)
-    eval_tasks: int = setting("trials", None, "tasks per meta-test", low=1)
+    total_steps: int = setting("training", None, "environment steps in total", 1, 10**12)
+    num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
+    episodes_per_trial: int = setting("training", None, "E, episodes per task", low=1)
+    eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
+    eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
     memory_length: int = setting("agent", None, "N, working memories in the context", low=1)
     layers: int = setting("agent", 1, "L, transformer layers", low=1, high=1000)
     heads: int = setting("agent", 4, "attention heads per layer", low=1)
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
-    tfixup: bool = setting("agent", True, "T-Fixup, or layer norm with plain Xavier")
+    tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
     keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
@@ -144,9 +144,8 @@ class Config:
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        benchmark = str(self.env).split("_")[0]  # ml1_reach and ml1_push share a preset
-        default = self.presets["halfcheetah_vel"]  # also for a family of your own
-        preset = self.presets.get(self.env) or self.presets.get(benchmark, default)
+        name = self.env if self.env in self.presets else str(self.env).split("_")[0]  # ml1, ml45
+        preset = self.presets.get(name, self.presets["halfcheetah_vel"])  # for a family of your own
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -166,10 +165,11 @@ class Config:
 class TaskFamily(VectorEnv):
     """A batch of environments, one for each of `tasks` (num_envs, k).
 
-    To add a family, implement five methods. sample_tasks(rng, n) and fixed_tasks(split, n) return n
-    rows of k numbers. begin(mask) starts an episode where the mask is true. advance(actions) takes
-    a step and returns reward, terminated and info; actions arrive clipped to [-1, 1].
-    observation() returns what the agent sees, (num_envs, state_size).
+    To add a family, subclass it and write five methods. sample_tasks(rng, n) and fixed_tasks(split,
+    n) return n rows of k numbers; super().__init__ calls them, so set what they need before it.
+    begin(mask) starts an episode where the mask is true. advance(actions) takes a step and returns
+    reward, terminated and info; actions arrive clipped to [-1, 1]. observation() returns what the
+    agent sees, (num_envs, state_size).
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -206,7 +206,8 @@ class TaskFamily(VectorEnv):
         return self.observation().astype(np.float32), {}
 
     def step(self, actions):
-        actions = np.clip(np.nan_to_num(np.asarray(actions, dtype=np.float64)), -1.0, 1.0)
+        actions = np.asarray(actions, dtype=np.float64)
+        actions = np.clip(np.nan_to_num(actions), -1.0, 1.0)  # NaN would break the physics
         reward, terminated, info = self.advance(actions)
         self.elapsed += 1
         truncated = self.elapsed >= self.episode_length
@@ -268,7 +269,7 @@ class MujocoFamily(TaskFamily):
 class HalfCheetahVel(MujocoFamily):
     """Run at a hidden velocity v*, drawn from [0, 3] m/s; out of distribution: [3, 4].
 
-    Test tasks are an even grid: the same for every agent, and less noisy than random ones.
+    Test tasks are an even grid: less noisy than the random ones of the paper.
     """
 
     xml = "half_cheetah.xml"
@@ -343,7 +344,7 @@ def metaworld_goals(env):
 
 
 class MetaWorldFamily(TaskFamily):
-    """A robot arm with a hidden goal: ML1 (one class of tasks) or ML45-Train (45 in turn)."""
+    """A robot arm with a hidden goal: ML1 (one class of tasks) or ML45-Train (45 classes)."""
 
     sample_at_test = True
 
@@ -353,7 +354,7 @@ class MetaWorldFamily(TaskFamily):
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object plays no part, but its position identifies which of the 50 training
         # goals is active. To keep agents from memorising it, training shifts the observed object
-        # by Gaussian noise (std in m). The paper does not.
+        # by Gaussian noise (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
         self.object_offset = np.zeros((num_tasks, 39))
         self.raw_observation = np.zeros((num_tasks, 39))
@@ -379,11 +380,12 @@ class MetaWorldFamily(TaskFamily):
 
         for i in np.flatnonzero(mask):
             name = self.classes[int(self.tasks[i, 0])]
-            make = metaworld.ALL_V3_ENVIRONMENTS[name]
-            if type(self.arms[i]) is not make:
-                self.arms[i] = make()
+            arm_class = metaworld.ALL_V3_ENVIRONMENTS[name]
+            if type(self.arms[i]) is not arm_class:
+                self.arms[i] = arm_class()
             goal = self.tasks[i, 1 : 1 + len(self.arms[i]._random_reset_space.low)]
-            task = {"rand_vec": goal, "env_cls": make, "partially_observable": True}
+            # Partially observable: the goal is hidden from the agent.
+            task = {"rand_vec": goal, "env_cls": arm_class, "partially_observable": True}
             self.arms[i].set_task(metaworld.Task(name, pickle.dumps(task)))
             self.raw_observation[i], _ = self.arms[i].reset()
             # The object's position is at 4:7, and that of the previous frame at 22:25.
@@ -408,7 +410,7 @@ ENVS = (*FAMILIES, "ml1_reach", "ml1_push", "ml1_<task>", "ml45_train")
 
 
 def make_tasks(env, num_tasks, seed=0, split="train"):
-    """`num_tasks` tasks of a family: drawn by `seed` (train), or fixed (test, ood)."""
+    """Environments of `num_tasks` tasks: drawn by `seed` (train) or fixed (test, ood)."""
     if env in FAMILIES:
         return FAMILIES[env](num_tasks, seed, split)
     if env == "ml45_train" or env.startswith("ml1_"):
@@ -420,7 +422,9 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # At step t the agent sees the tokens (s, a, r, eta) of the last N steps, including step t. The
 # action, the reward and eta of step t are not known yet: they are PAD, which is zero. eta is 1 at
-# the last step of an episode, whether a fall or (unlike in the paper) the time limit ends it.
+# the last step of an episode, whether a fall or (unlike in the paper) the time limit ends it. No
+# step ever sees it, unless --keep-memory is set: the memory is cleared right after that step.
+#
 # Trials stores every step once, and `window` finds the tokens that a step sees. Acting and learning
 # both call it, so the agent learns from exactly what it saw.
 
@@ -446,9 +450,9 @@ class Trials:
         self.eta = self.token[:, :T, -1]
         self.memory_start = zeros(R, T + 1, dtype=torch.long)  # oldest step that a step may see
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
-        self.stored = {}  # what baselines remember instead, (R, steps, ...)
+        self.stored = {}  # what baselines remember instead, (R, T, ...)
 
-        # Actions and predictions.
+        # Actions and predictions. Noise is drawn in advance: asking twice gives the same action.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
@@ -468,7 +472,7 @@ class Trials:
         self.state[:, t] = normalizer(self.observation[:, t])
 
     def record(self, t, action, reward):
-        """Write what was done at step t, and what came of it."""
+        """Write the action and the reward of step t."""
         self.clipped_action[:, t] = action.clamp(-1.0, 1.0)
         self.reward[:, t] = torch.as_tensor(reward).to(action.device)
 
@@ -494,11 +498,11 @@ class Trials:
 
 
 def window(trials, row, t, N):
-    """What step t of each row sees: slots (M, N, width), oldest first, and the current slot (M,).
+    """What step t of each row sees: tokens (M, N, S + A + 2), oldest first, and current slot (M,).
 
     Algorithm 1 pads on the left and reads the last slot. We fill the first slots first, as "Memory
-    Write Logic" says, mask the empty ones and read the current one. With N = 3, an episode that
-    began at step 7, and - for an empty slot:
+    Write Logic" says, and read the current one. Empty slots come after it, so the causal mask hides
+    them. With N = 3, an episode that began at step 7, and - for an empty slot:
 
         t = 7:  7 - -    current slot 0
         t = 8:  7 8 -    current slot 1
@@ -509,19 +513,19 @@ def window(trials, row, t, N):
     current = t - oldest
     slot = torch.arange(N, device=t.device)
     step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
-    slots = trials.token[row[:, None], step]
+    tokens = trials.token[row[:, None], step]
 
     # PAD: blank the action, the reward and eta of the current step and of empty slots.
     blank = slot >= current[:, None]
-    slots[..., trials.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
-    return slots, current
+    tokens[..., trials.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
+    return tokens, current
 
 
 # ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
 #
 # e^0 are the working memories, and each layer refines them (Eq. 6). alpha says how relevant each
-# memory is to the query (Eq. 4); mu, their weighted sum, represents the task (Eq. 3 and 5) and is
-# the consensus of Theorem 1.
+# memory is to the query (Eq. 4); mu, the values weighted by alpha, represents the task (Eq. 3 and
+# 5) and is the consensus of Theorem 1, which assumes memories of unit norm.
 
 
 def sinusoids(N, d):
@@ -552,7 +556,7 @@ class Layer(nn.Module):
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
         # computes both in one call. The right side of Eq. 4 as printed moves 1 / sqrt(d) out of the
-        # softmax, has i <= j for j <= i and phi_1 for phi_i; we follow Eq. 1 and causality.
+        # softmax, has i <= j for j <= i and phi_1 for phi_i. We follow Eq. 1 and causality.
         mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, Q, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
         h = self.norm1(queries + self.out(mu))
@@ -560,7 +564,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The working memories e^0 -> e^L, the episodic memory of the current step."""
+    """Refines the working memories e^0; returns the episodic memory e^L of the current step."""
 
     def __init__(self, layers, d, heads, tfixup):
         super().__init__()
@@ -580,7 +584,7 @@ class Transformer(nn.Module):
         """e (M, N, d), current (M,) -> (M, d)."""
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
-        causal = slot[:, None] >= slot  # (N, N): slot i sees the slots j <= i
+        causal = slot[:, None] >= slot  # (N, N): slot i sees the slots j <= i, never an empty one
         for layer in self.layers[:-1]:
             e = layer(e, e, causal)
 
@@ -593,8 +597,9 @@ class Transformer(nn.Module):
 # ---- 5. Agent (Fig. 1) ---------------------------------------------------------------------------
 #
 # Agent is what TrMRL and the baselines share: a normalizer, a policy head and a value head on top
-# of a memory. TrMRL adds the memory. The value head, which the paper does not describe, reads the
-# same memory as the policy: predicting values teaches the memory which task it is in.
+# of a memory. TrMRL adds the memory. The value head reads the same memory as the policy: predicting
+# values teaches the memory which task it is in. The paper says nothing of values, nor of how states
+# and rewards are normalised.
 
 
 class Normalizer(nn.Module):
@@ -720,7 +725,7 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)
-        if config.tfixup:  # Sec. 3.3, times (9 L)^(-1/4), which the T-Fixup paper has, too
+        if config.tfixup:  # Sec. 3.3; the factor (9 L)^(-1/4) stands in the T-Fixup paper only
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -729,8 +734,8 @@ class TrMRL(Agent):
 
     def recall(self, trials, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
-        slots, current = window(trials, row, t, self.config.memory_length)
-        working_memories = self.phi(slots) + self.positions  # (M, N, d)
+        tokens, current = window(trials, row, t, self.config.memory_length)
+        working_memories = self.phi(tokens) + self.positions  # (M, N, d)
         return self.transformer(working_memories, current)
 
 
@@ -803,7 +808,12 @@ def collect(agent, envs, tasks, steps, sample, seed):
 
 
 class Player:
-    """An agent for your own loop, NumPy in and out: act, step the environments, observe."""
+    """An agent for a loop of your own, NumPy in and out, for at most max_steps steps:
+
+    action = player.act(observation)
+    observation, reward, terminated, truncated, _ = envs.step(action)
+    player.observe(action, reward, terminated | truncated)
+    """
 
     def __init__(self, agent, num_tasks, max_steps=10_000):
         self.agent = agent
@@ -830,8 +840,8 @@ class Player:
 #
 # Minibatches mix tasks and time. The paper maximises the return of E episodes as one trajectory.
 # Here a trajectory ends where the memory is cleared, because later rewards then no longer depend on
-# earlier actions; there we bootstrap. It also ends at a fall, with value 0, even if the memory is
-# kept: otherwise falling would be a way out of a bad episode.
+# earlier actions. At a time limit we bootstrap from the value of the final state, as if the episode
+# went on. A fall has value 0, even if the memory is kept: it must be no way out of a bad episode.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -855,7 +865,7 @@ def advantages_and_returns(agent, trials):
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
     reward = (1 - config.gamma) / root_mean_square * trials.reward
 
-    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the last step always ends
+    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the last step is cut or terminated
     next_value = torch.where(trials.cut, trials.final_value, next_value)
     next_value = next_value.masked_fill(trials.terminated, 0.0)
     continues = ~(trials.cut | trials.terminated)
@@ -893,24 +903,23 @@ def gradient_step(agent, optimizer, loss):
 
 
 def ppo_update(agent, trials, optimizer, generator):
-    """`epochs` passes of PPO over a batch; the metrics stay on the device until the end."""
+    """`epochs` passes of PPO over a batch; returns the means of the metrics."""
     advantage, returns = advantages_and_returns(agent, trials)
-    totals, updates = 0.0, 0
+    history = []  # stays on the device until the end
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(trials, generator):
             predicted = agent.evaluate(trials, row, t)
             targets = trials.log_prob[row, t], advantage[row, t], returns[row, t]
             loss, metrics = ppo_loss(*predicted, *targets, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
-            totals = totals + torch.stack(list(metrics.values()))
-            updates += 1
+            history.append(torch.stack(list(metrics.values())))
 
     agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
     _, _, return_var = moments(returns.reshape(-1, 1))
     _, _, error_var = moments((returns - trials.value).reshape(-1, 1))
-    means = (sum_over_processes(totals) / WORLD_SIZE / updates).tolist()
-    return dict(zip(metrics, means)) | {  # the names are those of the last minibatch
-        "updates": updates,
+    means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
+    return dict(zip(metrics, means.tolist())) | {
+        "updates": len(history),
         "explained_variance": 1 - (error_var / (return_var + 1e-8)).item(),
         "std": agent.log_std.exp().mean().item(),
     }
@@ -929,35 +938,77 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_returns(episodes)
 
 
-def score(returns, success):
-    """The mean return, and the success rate if there is one: '-20.1', '4515 (97 %)'."""
-    if np.isnan(success).any():
-        return f"{returns.mean():.1f}"
-    return f"{returns.mean():.0f} ({100 * success.mean():.0f} %)"
-
-
-def table(returns, success, envs):
-    """The result of a meta-test: a line per episode, then one per class if there are several."""
-    parts = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
-    if len(envs.classes) > 1:
-        parts |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
-
-    lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
-    for name, part in parts.items():
-        mean, std, worst = (
-            score(returns[part], success[part]),
-            returns[part].std(),
-            returns[part].min(),
-        )
-        lines.append(f"{name:>28}{mean:>18}{std:>10.1f}{worst:>10.1f}")
-    return "\n".join(lines)
-
-
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
-# An iteration draws new tasks, collects a trial of each and learns from the batch. A Run (section
-# 10) holds the agent, its optimizer and its files. Every random number follows from the seed, the
-# iteration and the process, so a resumed run ends as if it had never been interrupted.
+# A Run (section 10) holds the agent, its environments, its optimizer and its files. Every random
+# number follows from the seed, the iteration and the process. A run that is resumed by the same
+# number of processes therefore ends as if it had never been interrupted.
+
+
+def iterate(run):
+    """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
+    agent, config, envs = run.agent, run.agent.config, run.envs
+    began = time.monotonic()
+    decay = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
+    for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
+        group["lr"] = decay * initial["lr"]
+    seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
+    task_seed, trial_seed, update_seed = seeds.tolist()
+
+    # Draw tasks and collect their trials.
+    rng = np.random.default_rng(task_seed)
+    tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
+    tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
+    episodes_per_row = config.episodes_per_trial // config.rows_per_task
+    steps = episodes_per_row * envs.episode_length
+    trials = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
+
+    # Learn from them.
+    generator = torch.Generator(agent.device).manual_seed(update_seed)
+    metrics = agent.update(trials, run.optimizer, generator)
+    if not np.isfinite(list(metrics.values())).all():
+        raise RunError("a loss or a gradient is not finite; start again with a lower --lr")
+    speed = run.steps_per_iteration / (time.monotonic() - began)
+    run.iteration += 1
+    agent.trained_steps = run.iteration * run.steps_per_iteration
+
+    # Meta-test, save and report; only in the first process.
+    if RANK > 0:
+        return
+    if run.iteration % config.eval_every == 0 or run.finished:
+        test_all_splits(run)
+    run.seconds += time.monotonic() - began
+    returns, success = trials.episode_returns(episodes_per_row)
+    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds}
+    row |= {"steps_per_second": speed, "train_return": returns.mean()}
+    row |= {"train_success": success.mean(), **metrics, "lr": decay * config.lr}
+    run.add_rows("progress.csv", [row])
+    run.save()
+    print_progress(run, speed, score(returns, success))
+
+
+def test_all_splits(run):
+    """Meta-test every split; at the end more episodes, and mean actions for MetaWorld as well."""
+    scored = run.agent.test_episodes
+    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
+    for split, envs in run.test_envs.items():
+        returns, success = meta_test(run.agent, envs, episodes)
+        rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
+        if run.finished and envs.sample_at_test:
+            result = meta_test(run.agent, envs, episodes, sample=False)
+            rows += eval_rows(run.agent, split, False, *result)
+        run.add_rows("eval.csv", rows)
+        if split == "test":
+            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
+            run.test_table = table(returns, success, envs)
+
+
+# ---- 10. Runs ------------------------------------------------------------------------------------
+#
+# A run folder holds config.json, progress.csv (a row per iteration), eval.csv (a row per task and
+# episode), agent.pt and checkpoint.pt, all written after every iteration. Each is replaced
+# atomically: a crash leaves the old file or the new one. Loading a file never runs code that is in
+# it (weights_only).
 
 
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
@@ -1006,7 +1057,7 @@ def prepare(config, make_tasks):
 
 
 def run_iterations(run):
-    """Iterate until the end; returns the agent."""
+    """Iterate until the run is finished, or tell how to continue it; returns the agent."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
     rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
     try:
@@ -1019,7 +1070,8 @@ def run_iterations(run):
         while not run.finished:
             iterate(run)
     except KeyboardInterrupt:
-        print(f"\nstopped; {run.hint}", file=sys.stderr)
+        if RANK == 0:
+            print(f"\nstopped; {run.hint}", file=sys.stderr)
         raise
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -1029,61 +1081,25 @@ def run_iterations(run):
     return run.agent
 
 
-def iterate(run):
-    """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
-    agent, config, envs = run.agent, run.agent.config, run.envs
-    began = time.monotonic()
-    decay = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
-    for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
-        group["lr"] = decay * initial["lr"]
-    seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
-    task_seed, trial_seed, update_seed = seeds.tolist()
-
-    # Draw tasks and collect their trials.
-    rng = np.random.default_rng(task_seed)
-    tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
-    tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
-    episodes = config.episodes_per_trial // config.rows_per_task
-    trials = collect(agent, envs, tasks, episodes * envs.episode_length, True, trial_seed)
-
-    # Learn from them.
-    generator = torch.Generator(agent.device).manual_seed(update_seed)
-    metrics = agent.update(trials, run.optimizer, generator)
-    if not np.isfinite(list(metrics.values())).all():
-        raise RunError("a loss or a gradient is not finite; start again with a lower --lr")
-    speed = run.steps_per_iteration / (time.monotonic() - began)
-    run.iteration += 1
-    agent.trained_steps = run.iteration * run.steps_per_iteration
-
-    # Meta-test, save and report; only in the first process.
-    if RANK > 0:
-        return
-    if run.iteration % config.eval_every == 0 or run.finished:
-        test_all_splits(run)
-    run.seconds += time.monotonic() - began
-    returns, success = trials.episode_returns(episodes)
-    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds}
-    row |= {"steps_per_second": speed, "train_return": returns.mean()}
-    row |= {"train_success": success.mean(), **metrics, "lr": decay * config.lr}
-    run.add_rows("progress.csv", [row])
-    run.save()
-    print_progress(run, speed, score(returns, success))
+def score(returns, success):
+    """The mean return, and the success rate if there is one: '-20.1', '4515 (97 %)'."""
+    if np.isnan(success).any():
+        return f"{returns.mean():.1f}"
+    return f"{returns.mean():.0f} ({100 * success.mean():.0f} %)"
 
 
-def test_all_splits(run):
-    """Meta-test every split; at the end six episodes, and mean actions for MetaWorld as well."""
-    scored = run.agent.test_episodes
-    episodes = FINAL_EPISODES if run.finished else scored
-    for split, envs in run.test_envs.items():
-        returns, success = meta_test(run.agent, envs, episodes)
-        rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
-        if run.finished and envs.sample_at_test:
-            result = meta_test(run.agent, envs, episodes, sample=False)
-            rows += eval_rows(run.agent, split, False, *result)
-        run.add_rows("eval.csv", rows)
-        if split == "test":
-            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
-            run.test_table = table(returns, success, envs)
+def table(returns, success, envs):
+    """The result of a meta-test: a line per episode, then one per class if there are several."""
+    parts = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
+    if len(envs.classes) > 1:
+        parts |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
+
+    lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
+    for name, part in parts.items():
+        values = returns[part]
+        mean = score(values, success[part])
+        lines.append(f"{name:>28}{mean:>18}{values.std():>10.1f}{values.min():>10.1f}")
+    return "\n".join(lines)
 
 
 def print_progress(run, speed, train_score):
@@ -1103,13 +1119,6 @@ def print_progress(run, speed, train_score):
         print(f"    python plots.py --runs {run.folder}", flush=True)
 
 
-# ---- 10. Run folder ------------------------------------------------------------------------------
-#
-# config.json, progress.csv (a row per iteration), eval.csv (a row per task and episode), agent.pt
-# and checkpoint.pt are written after every iteration. Each is replaced atomically: a crash leaves
-# the old file or the new one. Loading a file never runs code that is in it (weights_only).
-
-
 def eval_rows(agent, split, sample, returns, success):
     """Rows of eval.csv: one per task and episode."""
     rows = []
@@ -1125,7 +1134,7 @@ def csv_text(rows, header):
     lines = [",".join(rows[0])] if header else []
     for row in rows:
         cells = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()]
-        lines.append(",".join(cells).replace("nan", ""))
+        lines.append(",".join("" if cell == "nan" else cell for cell in cells))
     return "\n".join(lines) + "\n"
 
 
@@ -1158,22 +1167,22 @@ class Run:
 
     def save(self):
         """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
-        config = {"agent": self.agent.name, **asdict(self.agent.config)}
+        settings = {"agent": self.agent.name, **asdict(self.agent.config)}
         agent = {
             "version": VERSION,
-            "config": config,
+            "config": settings,
             "sizes": self.agent.sizes,
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        run = {
+        progress = {
             "optimizer": self.optimizer.state_dict(),
             "iteration": self.iteration,
             "seconds": self.seconds,
             "csv": self.csv,
         }
-        files = {"checkpoint.pt": agent | run, "agent.pt": agent}
-        files |= {"config.json": json.dumps(config, indent=2), **self.csv}
+        files = {"checkpoint.pt": agent | progress, "agent.pt": agent}
+        files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
@@ -1197,7 +1206,7 @@ class Run:
 def load(path, agent_class):
     """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
     if not path.is_file():
-        runs = path.parent.glob("**/agent.pt") if path.name == "agent.pt" else ()
+        runs = [*path.parent.glob("*/agent.pt"), *path.parent.glob("*/*/agent.pt")]
         names = ", ".join(sorted(str(agent.parent) for agent in runs))
         hint = f"; {path.parent} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
@@ -1324,7 +1333,7 @@ def integer(text):
 def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     parser = Parser(
-        description=sys.modules[agent_class.__module__].__doc__,
+        description=sys.modules[agent_class.__module__].__doc__.split("\nSections")[0],
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -1333,7 +1342,8 @@ def make_parser(agent_class, env):
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
     group.add_argument("--split", help="with --eval: test (default), ood or train tasks")
-    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
+    episodes = f"with --eval: episodes per task ({FINAL_EPISODES})"
+    group.add_argument("--episodes", type=integer, help=episodes)
     either = group.add_mutually_exclusive_group()
     either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
     either.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
@@ -1351,15 +1361,16 @@ def make_parser(agent_class, env):
         options = {"type": integer if f.type is int else f.type, "metavar": f.type.__name__.upper()}
         if f.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        meaning = f"{f.metadata['help']} (default: {getattr(defaults, f.name)})"
-        groups[title].add_argument(flag(f.name), help=meaning.replace("%", "%%"), **options)
+        default = getattr(defaults, f.name)
+        meaning = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
+        groups[title].add_argument(flag(f.name), help=meaning, **options)
     return parser
 
 
 def parse(argv, agent_class=TrMRL):
     """What was typed, as a dictionary. Reject flags that do not apply."""
     early = Parser(add_help=False, allow_abbrev=False)
-    early.add_argument("--env", default=Config.env)
+    early.add_argument("--env", default=agent_class.Config.env)
     parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
     typed, unknown = parser.parse_known_args(argv)
     typed = vars(typed)
@@ -1368,7 +1379,7 @@ def parse(argv, agent_class=TrMRL):
         if name in map(flag, agent_class.Config.unused):
             raise UserError(f"{name} does not apply to {agent_class.name}")
         hint = did_you_mean(name, parser._option_string_actions)
-        raise UserError(f"unknown flag {name}{hint}; see --help")
+        raise UserError(f"unknown argument {name}{hint}; see --help")
 
     where, allowed = "without --eval", {f.name for f in fields(agent_class.Config)}
     if "eval" in typed:
