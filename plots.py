@@ -777,7 +777,7 @@ def record(agent, envs, tasks, steps):
     for _ in range(steps):
         action = player.act(observation, sample=envs.sample_at_test)
         observation, reward, terminated, truncated, info = envs.step(action)
-        player.observe(action, reward, terminated | truncated)
+        player.observe(action, reward, terminated, truncated)
         if hasattr(envs, "arms"):
             positions.append([arm.data.qpos.copy() for arm in envs.arms])
         else:
@@ -908,13 +908,12 @@ def raw_physics(envs, calls=200):
     """MuJoCo alone: the same bodies under random actions, all their steps in one native call."""
     envs.reset(seed=0)
     start = envs.physics.copy()
-    models = [envs.model] * envs.num_envs
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (envs.num_envs, calls, envs.model.nu))
     controls = np.repeat(actions, envs.frame_skip, axis=1)
 
     def work():
-        envs.pool.rollout(models, envs.datas, start, controls, chunk_size=envs.chunk_size)
+        envs.pool.rollout(envs.model, envs.thread_data, start, controls)
 
     return work, calls * envs.num_envs
 

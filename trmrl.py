@@ -6,11 +6,12 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent meets a new task and adapts to it within an episode, with frozen weights (within about
-twenty steps on the half-cheetah). A causal transformer attends over the last N working memories
-phi(s, a, r, eta) of a state, an action, a reward and a flag for the end of an episode. A Gaussian
-policy acts on the refined memory of the current step. PPO trains the agent on many tasks; T-Fixup
-initialisation lets it train without layer normalisation or warm-up.
+The agent meets a new task and adapts to it within an episode, with frozen weights (in the paper
+within about twenty steps on the half-cheetah). It writes each step as a working memory phi(s, a, r,
+eta): state, action, reward and an end-of-episode flag. A causal transformer refines the last N of
+them, layer by layer, into the episodic memory of the current step, and a Gaussian policy acts on
+it. PPO trains the agent on many tasks; T-Fixup initialisation lets it train without layer
+normalisation or warm-up.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
     python trmrl.py --eval runs/halfcheetah_vel/trmrl-seed1    # meta-test on test tasks
@@ -18,7 +19,9 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first.
+Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first. What the
+others use from there does what its name says; without torchrun RANK is 0, WORLD_SIZE is 1, and sums
+and averages over processes change nothing.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -29,14 +32,17 @@ Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at 
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Runs                to start and resume one; files that survive a crash
+    10. Runs                starting, resuming, progress, and files that survive a crash
     11. Several processes   torchrun: one learner on several cores or GPUs
     12. Command line        flags, and errors that fit on one line
 
-A trial is the experience of one task: the time of E episodes. A row is a stream of experience in
-the buffer: one episode, or a whole trial with --keep-memory. Shapes: R rows of T steps, M steps
-handled at once, N memory slots; a state, an action, a task and a memory have S, A, k and d numbers.
-The main differences from the paper are noted where they occur; docs/differences.md lists all.
+A trial is E times the length of an episode, spent on one task. An episode that ends early, by a
+fall, is followed at once by another one, so a trial may hold more than E. A row of the buffer is T
+consecutive steps of one task: by default T is the length of one episode, and a trial is E rows;
+with --keep-memory a trial is one row. Shapes: R rows of T steps, M steps (of any rows) in one
+forward pass, N memory slots; S, A, k and d are the sizes of a state, an action, a task and a
+memory. The main differences from the paper are noted where they occur; docs/differences.md in the
+repository lists all.
 """
 
 import argparse
@@ -61,23 +67,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
-
-VERSION = 2  # format of the files in a run folder
-TEST_SEED = 2022  # seed of every meta-test
-FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run
-RANK = int(os.environ.get("RANK", 0))  # number of this process; torchrun starts several
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
-
-
-class UserError(Exception):
-    """An error the user can fix: printed as one line, exit status 2."""
-
-
-class RunError(Exception):
-    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
-
 
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
@@ -91,17 +83,17 @@ def setting(group, default, help, low=0, high=10**9):
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
-# Tuned for one CPU core. The paper trains longer and has E = 2 everywhere. Its ablations (App. E)
-# favour N = 5 and 4 to 8 layers on HalfCheetahVel, and N = 50 on ML1-Reach.
+# The presets are tuned for a run on one CPU core: fewer layers than in the paper and, on MetaWorld,
+# E = 1. The paper trains longer, with E = 2. Its ablations (App. E) favour 4 to 8 layers and N = 5
+# on HalfCheetahVel, more layers and N = 50 on ML1-Reach.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
-METAWORLD = dict(
-    episodes_per_trial=1, memory_length=40, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4
-)
+CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
+ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
+METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1)
+METAWORLD |= dict(init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
 PRESETS = {
-    "halfcheetah_vel": LOCOMOTION
-    | dict(total_steps=1_500_000, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4),
-    "ant_dir": LOCOMOTION
-    | dict(total_steps=5_000_000, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4),
+    "halfcheetah_vel": LOCOMOTION | CHEETAH,
+    "ant_dir": LOCOMOTION | ANT,
     "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
     "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
@@ -109,7 +101,7 @@ PRESETS = {
 
 @dataclass
 class Config:
-    # Baselines override these two: their presets, and the fields that they do not use.
+    # A baseline overrides these two: its presets, and the names of the fields that it does not use.
     presets: ClassVar = PRESETS
     unused: ClassVar = ()
 
@@ -119,64 +111,78 @@ class Config:
     threads: int = setting("run", 1, "CPU threads for physics and network; 0: all", high=1024)
     run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
 
-    total_steps: int = setting("training", None, "environment steps in total", 1, 10**12)
+    total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
     episodes_per_trial: int = setting("training", None, "E, episodes per task", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
     memory_length: int = setting("agent", None, "N, working memories in the context", low=1)
-    layers: int = setting("agent", 1, "L, transformer layers", low=1, high=1000)
+    layers: int = setting("agent", None, "L, transformer layers", low=1, high=1000)
     heads: int = setting("agent", 4, "attention heads per layer", low=1)
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
     tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
     keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-    gamma: float = setting("PPO", None, "discount factor, below 1", high=0.9999)
+    gamma: float = setting(
+        "PPO", None, "discount factor, below 1 (rewards are scaled by 1 - gamma)", high=0.9999
+    )
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
     minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
-    lr: float = setting("PPO", None, "learning rate of Adam", high=1)
+    lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
+    final_lr: float = setting(
+        "PPO", 0.05, "both rates fall linearly towards this fraction of them", high=1
+    )
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        name = self.env if self.env in self.presets else str(self.env).split("_")[0]  # ml1, ml45
-        preset = self.presets.get(name, self.presets["halfcheetah_vel"])  # for a family of your own
+        env = str(self.env)  # a wrong type is reported by check_config
+        family = env if env in self.presets else env.split("_")[0]  # ml1_push: ml1
+        preset = self.presets.get(
+            family, self.presets["halfcheetah_vel"]
+        )  # for a family of your own
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
     @property
     def rows_per_task(self):
-        """One row per episode, or one for the whole trial with --keep-memory."""
+        """E rows of one episode's length, or with --keep-memory one row for the whole trial."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
-# The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
-# its rewards. All tasks of a batch are stepped together, as one Gymnasium VectorEnv.
+# The tasks of a family share a robot and differ in a hidden goal (in ML45-Train also in the
+# objects), which the agent must infer from its rewards. All tasks of a batch are stepped together,
+# as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
+# half-cheetah and ant are those of the authors' release, without the ant's tiny contact cost.
 
 
 class TaskFamily(VectorEnv):
     """A batch of environments, one for each of `tasks` (num_envs, k).
 
-    To add a family, subclass it and write five methods. sample_tasks(rng, n) and fixed_tasks(split,
-    n) return n rows of k numbers; super().__init__ calls them, so set what they need before it.
-    begin(mask) starts an episode where the mask is true. advance(actions) takes a step and returns
-    reward, terminated and info; actions arrive clipped to [-1, 1]. observation() returns what the
-    agent sees, (num_envs, state_size).
+    To add a family, subclass it and define:
+
+        sample_tasks(rng, n)   n random training tasks, (n, k)
+        fixed_tasks(split, n)  n tasks of another split, (n, k)
+        begin(mask)            start an episode where the mask is true; draw from self.np_random
+        advance(actions)       one step, actions in [-1, 1]; returns reward, terminated, info
+        observation()          what the agent sees, (num_envs, state_size)
+
+    __init__ calls the first two: set what they need before super().__init__. Then pass train a
+    function like make_tasks below.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
     splits = ("train", "test")
     classes = ()  # names, if the family has several kinds of tasks
     episode_length = 200
-    sample_at_test = False  # meta-test with sampled or, as here, with mean actions
+    sample_at_test = False  # whether a meta-test samples actions or takes their means
 
     def __init__(self, num_tasks, seed, split, state_size, action_size):
         if split not in self.splits:
@@ -185,8 +191,8 @@ class TaskFamily(VectorEnv):
         self.num_envs = num_tasks
         self.single_observation_space = Box(-np.inf, np.inf, (state_size,), np.float32)
         self.single_action_space = Box(-1.0, 1.0, (action_size,), np.float32)
-        self.observation_space = Box(-np.inf, np.inf, (num_tasks, state_size), np.float32)
-        self.action_space = Box(-1.0, 1.0, (num_tasks, action_size), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_tasks)
+        self.action_space = batch_space(self.single_action_space, num_tasks)
         self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
         if split == "train":
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
@@ -227,8 +233,8 @@ class MujocoFamily(TaskFamily):
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
 
-        threads = torch.get_num_threads()  # as many as PyTorch has
-        self.datas = [mujoco.MjData(self.model) for _ in range(threads)]
+        threads = torch.get_num_threads()  # as set by --threads
+        self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
         self.physics = np.zeros((num_tasks, size))
@@ -244,14 +250,14 @@ class MujocoFamily(TaskFamily):
     def advance(self, actions):
         before = self.physics
         controls = np.repeat(actions[:, None], self.frame_skip, axis=1)  # (num_envs, frame_skip, A)
-        states, _ = self.pool.rollout(self.model, self.datas, before, controls)
+        states, _ = self.pool.rollout(self.model, self.thread_data, before, controls)
         after = states[:, -1]
 
         # A simulation may diverge; MuJoCo then resets it, its clock included. Such a step is
         # undone: the body stays where it was and gets the reward of standing still.
         clock_reset = np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6
-        sound = np.abs(after).max(axis=1) < 1e3  # false for NaN, too
-        diverged = clock_reset | ~sound
+        bounded = np.abs(after).max(axis=1) < 1e3  # false for NaN, too
+        diverged = clock_reset | ~bounded
         after[diverged] = before[diverged]
         self.physics = after
 
@@ -320,7 +326,9 @@ def metaworld_goals(env):
     """
     import metaworld  # takes a second
 
-    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"  # the paper used v2
+    name = (
+        env.removeprefix("ml1_").replace("_", "-") + "-v3"
+    )  # ml1_push: push-v3 (the paper used v2)
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # tested on training goals, App. B
@@ -335,11 +343,9 @@ def metaworld_goals(env):
     classes = list(benchmark.train_classes)
     goals = np.zeros((2, len(classes), 50, 7))
     for split, tasks in enumerate(splits):
-        for i, task in enumerate(tasks):  # 50 of the first class, 50 of the second, ...
-            kind = classes.index(task.env_name)
-            positions = pickle.loads(task.data)["rand_vec"]  # 3 or 6 numbers
-            goals[split, kind, i % 50, 0] = kind
-            goals[split, kind, i % 50, 1 : 1 + len(positions)] = positions
+        for i, task in enumerate(tasks):  # sorted by class, 50 goals each
+            goal = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
+            goals[split, goal[0], i % 50, : len(goal)] = goal  # padded with zeros
     return classes, *goals
 
 
@@ -350,11 +356,12 @@ class MetaWorldFamily(TaskFamily):
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
         self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
-        # MetaWorld's episodes have 500 steps. Training on 300 leaves time for more tasks.
+        # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks. So does --eval
+        # --split train: its results cannot be compared with those of a test.
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object plays no part, but its position identifies which of the 50 training
         # goals is active. To keep agents from memorising it, training shifts the observed object
-        # by Gaussian noise (std in m). The paper does not do this.
+        # by a Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
         self.object_offset = np.zeros((num_tasks, 39))
         self.raw_observation = np.zeros((num_tasks, 39))
@@ -362,18 +369,18 @@ class MetaWorldFamily(TaskFamily):
         super().__init__(num_tasks, seed, split, state_size=39, action_size=4)
 
     def sample_tasks(self, rng, n):
-        return self.pick(rng.permutation(self.train_goals, axis=1), n)
+        return self.goals_in_turn(rng.permutation(self.train_goals, axis=1), n)
 
     def fixed_tasks(self, split, n):
-        return self.pick(self.test_goals, n)
+        return self.goals_in_turn(self.test_goals, n)
 
-    def pick(self, goals, n):
+    def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            each = f"a multiple of {len(self.classes)} tasks per process, not {n}"
-            raise UserError(f"{len(self.classes)} classes need {each}: --num-tasks, --eval-tasks")
-        turn, kind = divmod(np.arange(n), len(self.classes))  # 3 classes: turn 000111, kind 012012
-        return goals[kind, turn % 50]
+            reason = f"{n} per process are no multiple of the {len(self.classes)} classes"
+            raise UserError(f"--num-tasks or --eval-tasks does not fit: {reason}")
+        turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
+        return goals[class_id, turn % 50]
 
     def begin(self, mask):
         import metaworld
@@ -383,7 +390,8 @@ class MetaWorldFamily(TaskFamily):
             arm_class = metaworld.ALL_V3_ENVIRONMENTS[name]
             if type(self.arms[i]) is not arm_class:
                 self.arms[i] = arm_class()
-            goal = self.tasks[i, 1 : 1 + len(self.arms[i]._random_reset_space.low)]
+            goal_size = len(self.arms[i]._random_reset_space.low)  # the rest is padding
+            goal = self.tasks[i, 1 : 1 + goal_size]
             # Partially observable: the goal is hidden from the agent.
             task = {"rand_vec": goal, "env_cls": arm_class, "partially_observable": True}
             self.arms[i].set_task(metaworld.Task(name, pickle.dumps(task)))
@@ -393,13 +401,17 @@ class MetaWorldFamily(TaskFamily):
             self.object_offset[i, 4:7] = self.object_offset[i, 22:25] = offset
 
     def advance(self, actions):
-        """Step one Python environment after the other; torchrun does it in several processes."""
+        """Step the environments, which are Python, in turn; torchrun steps several at once."""
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
         observations, rewards, _, _, infos = zip(*results)
         self.raw_observation = np.array(observations)
         success = np.array([info["success"] for info in infos])
-        # Rewards are between 0 and 10, so a reward that is not a number counts as the worst.
-        return np.nan_to_num(rewards), np.zeros(self.num_envs, dtype=bool), {"success": success}
+        # Rewards are between 0 and 10, so NaN counts as the worst, 0.
+        return (
+            np.nan_to_num(rewards, posinf=0.0),
+            np.zeros(self.num_envs, dtype=bool),
+            {"success": success},
+        )
 
     def observation(self):
         return self.raw_observation + self.object_offset
@@ -420,10 +432,14 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
-# At step t the agent sees the tokens (s, a, r, eta) of the last N steps, including step t. The
-# action, the reward and eta of step t are not known yet: they are PAD, which is zero. eta is 1 at
-# the last step of an episode, whether a fall or (unlike in the paper) the time limit ends it. No
-# step ever sees it, unless --keep-memory is set: the memory is cleared right after that step.
+# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as
+# received; phi maps it to a working memory. At step t the agent sees the tokens of the last N
+# steps, t included. The action, reward and eta of step t are not known yet: they are PAD, which is
+# zero.
+#
+# eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
+# too). "Memory Write Logic" has an empty memory at the beginning of an episode. So we clear it
+# there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
 # Trials stores every step once, and `window` finds the tokens that a step sees. Acting and learning
 # both call it, so the agent learns from exactly what it saw.
@@ -432,33 +448,36 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 class Trials:
     """R rows of T steps of experience, filled step by step, on the device of the agent.
 
-    A row is a stream of experience of one task. The memory is empty at the beginning of an episode,
-    so the E episodes of a task share nothing, and each is a row of its own. With --keep-memory a
-    row holds all E episodes, one after the other. After a fall the next episode begins immediately,
-    in the same row. `generator` draws the noise of the actions.
+    By default a row has the length of one episode, since episodes share no memory; with
+    --keep-memory it has the length of a trial. After a fall the next episode begins at once, in the
+    same row, so that all rows have T steps.
+    `generator` draws the noise of the actions.
     """
 
     def __init__(self, rows, steps, sizes, generator):
         R, T, (S, A, _) = rows, steps, sizes
         zeros = functools.partial(torch.zeros, device=generator.device)
 
-        # What the agent may remember. Column T is for the state after the last step.
+        # What the agent may remember. Column T is for the state after the last step. The four
+        # tensors after `token` are views of it.
         self.token = zeros(R, T + 1, S + A + 2)
-        self.state = self.token[:, :, :S]  # normalised; these four are views of the token
+        self.state = self.token[:, :, :S]  # normalised
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # oldest step that a step may see
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # first step that a step sees
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
-        self.stored = {}  # what baselines remember instead, (R, T, ...)
+        self.stored = {}  # what baselines remember instead, such as a recurrent state
 
-        # Actions and predictions. Noise is drawn in advance: asking twice gives the same action.
+        # Actions and predictions. Noise is drawn in advance, because `collect` may ask twice about
+        # a step: for its value, then for its action.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory ends: by a fall, or cut off by the time limit or the end of the row.
+        # Where a trajectory (section 7) ends: terminated by a fall, or cut by time limit or row
+        # end.
         self.terminated = zeros(R, T, dtype=torch.bool)
         self.cut = zeros(R, T, dtype=torch.bool)
         self.final_value = zeros(R, T)  # of the state after a cut
@@ -466,43 +485,47 @@ class Trials:
         self.task = None  # (R, k), for a baseline that is told the task
         self.info = {}  # arrays (R, T): success, x_velocity, diverged
 
-    def observe(self, t, observation, normalizer):
+    def write_state(self, t, observation, normalizer):
         """Write the observations (R, S) of step t."""
         self.observation[:, t] = torch.as_tensor(observation).to(self.observation.device)
         self.state[:, t] = normalizer(self.observation[:, t])
 
-    def record(self, t, action, reward):
+    def write_outcome(self, t, action, reward):
         """Write the action and the reward of step t."""
         self.clipped_action[:, t] = action.clamp(-1.0, 1.0)
         self.reward[:, t] = torch.as_tensor(reward).to(action.device)
 
     def end_episodes(self, t, done, clear_memory):
         """Step t is the last of its episode in the rows that are done."""
-        done = torch.as_tensor(done).to(self.eta.device)
+        done = torch.as_tensor(done, dtype=torch.bool).to(self.eta.device)
         self.eta[:, t] = done
         if clear_memory:
             self.memory_start[done, t + 1 :] = t + 1
 
-    def episode_returns(self, episodes):
-        """Return and success (NaN if the family has none) of the first episodes, (R, episodes)."""
+    def episode_results(self, episodes):
+        """Return and success of the first `episodes` episodes of each row, (R, episodes).
+
+        An episode succeeds if any of its steps does; NaN if the family has no success.
+        """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
         done = self.eta.cpu().numpy() > 0
-        episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        row, step = np.nonzero(episode < episodes)
+        number = np.cumsum(done, axis=1) - done  # of the episode; done 0 1 0 1: number 0 0 1 1
+        row, step = np.nonzero(number < episodes)
 
         returns, successes = np.zeros((2, len(reward), episodes))
-        np.add.at(returns, (row, episode[row, step]), reward[row, step])
-        np.maximum.at(successes, (row, episode[row, step]), success[row, step])
+        np.add.at(returns, (row, number[row, step]), reward[row, step])
+        np.maximum.at(successes, (row, number[row, step]), success[row, step])
         return returns, successes
 
 
 def window(trials, row, t, N):
-    """What step t of each row sees: tokens (M, N, S + A + 2), oldest first, and current slot (M,).
+    """What step t[m] of row[m] sees; row and t are (M,).
 
+    Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
     Algorithm 1 pads on the left and reads the last slot. We fill the first slots first, as "Memory
     Write Logic" says, and read the current one. Empty slots come after it, so the causal mask hides
-    them. With N = 3, an episode that began at step 7, and - for an empty slot:
+    them. For N = 3 and an episode that began at step 7 (- is an empty slot):
 
         t = 7:  7 - -    current slot 0
         t = 8:  7 8 -    current slot 1
@@ -525,13 +548,26 @@ def window(trials, row, t, N):
 #
 # e^0 are the working memories, and each layer refines them (Eq. 6). alpha says how relevant each
 # memory is to the query (Eq. 4); mu, the values weighted by alpha, represents the task (Eq. 3 and
-# 5) and is the consensus of Theorem 1, which assumes memories of unit norm.
+# 5; W is the value projection). It is the consensus of Theorem 1, which assumes memories of unit
+# norm; nothing here enforces that.
+#
+# This is standard causal attention: hidden scores become minus infinity, and the d under the root
+# is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, and Eq. 4 and 5 have
+# slips: 1 / sqrt(d) outside the softmax, i <= j for j <= i, phi_1 for phi_i, phi_t for phi_n.
 
 
 def sinusoids(N, d):
     """The positional encoding of "Attention is all you need", (N, d)."""
     angle = torch.arange(N)[:, None] / 10_000 ** (torch.arange(0, d, 2) / d)
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+
+
+def xavier(module):
+    """Xavier initialisation of a linear layer, without bias."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 class Layer(nn.Module):
@@ -549,17 +585,16 @@ class Layer(nn.Module):
         self.norm1 = nn.LayerNorm(d) if layer_norm else nn.Identity()
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
-    def forward(self, queries, e, visible):
-        """Refine `queries` (M, Q, d) by attending to the visible memories of e (M, N, d)."""
-        q, k, v = self.query(queries), self.key(e), self.value(e)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+    def forward(self, x, e, visible):
+        """Refine the memories x (M, Q, d) by attending to the visible ones of e (M, N, d)."""
+        q, k, v = self.query(x), self.key(e), self.value(e)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
-        # computes both in one call. The right side of Eq. 4 as printed moves 1 / sqrt(d) out of the
-        # softmax, has i <= j for j <= i and phi_1 for phi_i. We follow Eq. 1 and causality.
+        # computes both in one call.
         mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, Q, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
-        h = self.norm1(queries + self.out(mu))
+        h = self.norm1(x + self.out(mu))
         return self.norm2(h + self.ff2(F.relu(self.ff1(h))))
 
 
@@ -569,14 +604,11 @@ class Transformer(nn.Module):
     def __init__(self, layers, d, heads, tfixup):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, not tfixup) for _ in range(layers))
+        self.layers.apply(xavier)
         for layer in self.layers:
-            for linear in (layer.query, layer.key, layer.value, layer.out, layer.ff1, layer.ff2):
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
-            # T-Fixup scales these by 0.67 N^(-1/4), where N is the number of layers, our L. As in
-            # the T-Fixup paper, queries and keys are not scaled.
             if tfixup:
+                # 0.67 N^(-1/4), where N is the number of layers, our L. Sec. 3.3 says "the linear
+                # projection matrices"; the T-Fixup paper excludes queries and keys.
                 for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
                     linear.weight.data *= 0.67 * layers**-0.25
 
@@ -584,7 +616,8 @@ class Transformer(nn.Module):
         """e (M, N, d), current (M,) -> (M, d)."""
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
-        causal = slot[:, None] >= slot  # (N, N): slot i sees the slots j <= i, never an empty one
+        # Slot i sees the slots j <= i. Empty slots come after the current one: it never sees them.
+        causal = slot[:, None] >= slot  # (N, N)
         for layer in self.layers[:-1]:
             e = layer(e, e, causal)
 
@@ -596,14 +629,15 @@ class Transformer(nn.Module):
 
 # ---- 5. Agent (Fig. 1) ---------------------------------------------------------------------------
 #
-# Agent is what TrMRL and the baselines share: a normalizer, a policy head and a value head on top
-# of a memory. TrMRL adds the memory. The value head reads the same memory as the policy: predicting
-# values teaches the memory which task it is in. The paper says nothing of values, nor of how states
-# and rewards are normalised.
+# Agent is what TrMRL and the baselines share: a normalizer, and a policy head and a value head that
+# read the same vector e. A subclass says how `recall` computes e from what the agent has seen.
+# Because both heads share it, learning values also teaches `recall` to identify the task. The paper
+# does not describe a value function, the form of the heads, normalisation, learning rates or
+# gradient clipping: these are ours.
 
 
-class Normalizer(nn.Module):
-    """Running mean and variance of everything seen so far."""
+class RunningStats(nn.Module):
+    """Running mean and variance of everything seen so far; calling it normalises."""
 
     def __init__(self, size):
         super().__init__()
@@ -616,9 +650,10 @@ class Normalizer(nn.Module):
 
     def update(self, x):
         """Merge the rows of x (M, size)."""
-        n, mean, var = moments(x)  # across all processes, section 11
+        mean, var = moments(x)
+        n = len(x) * WORLD_SIZE  # moments merges the rows of all processes
         self.count += n
-        weight = n / self.count  # of the new rows
+        weight = n / self.count
         delta = mean - self.mean
         self.mean += weight * delta
         self.var += weight * (var - self.var + (1 - weight) * delta.square())
@@ -628,32 +663,30 @@ def mlp(sizes, output_scale=1.0):
     """Linear layers with tanh between them; Xavier initialisation, the last layer scaled."""
     modules = []
     for inputs, outputs in zip(sizes, sizes[1:]):
-        linear = nn.Linear(inputs, outputs)
-        nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        modules += [linear, nn.Tanh()]
+        modules += [nn.Linear(inputs, outputs), nn.Tanh()]
+        xavier(modules[-2])
     modules.pop()  # no tanh after the last layer
     modules[-1].weight.data *= output_scale
     return nn.Sequential(*modules)
 
 
 class Agent(nn.Module):
-    """The interface that collect, train and meta_test use:
+    """What the rest of this file asks of an agent:
 
         new_trials(rows, steps, generator)    an empty buffer
         act(trials, t, sample)                action, log_prob and value of step t of all rows
-        evaluate(trials, row, t)              log_prob and value of stored actions, for learning
+        log_prob_and_value(trials, row, t)    of stored actions, for learning
         minibatches(trials, generator)        the steps (row, t) of each gradient step
         update(trials, optimizer, generator)  learn from a batch; returns metrics for progress.csv
-        parameter_groups()                    parameters and learning rates, for Adam
+        parameter_groups()                    parameters and initial learning rates, for Adam
 
-    A subclass defines its memory: recall(trials, row, t) -> e (M, memory_size).
+    A subclass defines recall(trials, row, t) -> e (M, memory_size).
     """
 
-    name = ""  # in the names of run folders
+    name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    test_episodes = 1  # episodes in a periodic meta-test; the last one is the score
+    test_episodes = 1  # episodes in a periodic meta-test; the score is that of the last one
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -662,8 +695,8 @@ class Agent(nn.Module):
         self.folder = None  # run folder, set by Run
         self.trained_steps = 0
         S, A, _ = sizes
-        self.normalizer = Normalizer(S)
-        self.reward_stats = Normalizer(1)
+        self.normalizer = RunningStats(S)
+        self.reward_stats = RunningStats(1)
         self.policy = mlp([memory_size, 64, 64, A], output_scale=0.01)
         self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
         self.value = mlp([memory_size, 64, 64, 1])
@@ -685,7 +718,7 @@ class Agent(nn.Module):
             action = mean + self.log_std.exp() * trials.noise[:, t]
         return action, self.log_prob(mean, action), self.value(e).squeeze(-1)
 
-    def evaluate(self, trials, row, t):
+    def log_prob_and_value(self, trials, row, t):
         """Under the current weights: log_prob of the stored actions, and value, (M,) each."""
         e = self.recall(trials, row, t)
         log_prob = self.log_prob(self.policy(e), trials.action[row, t])
@@ -724,8 +757,8 @@ class TrMRL(Agent):
         d, L = config.d_model, config.layers
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
-        self.phi = nn.Linear(S + A + 2, d, bias=False)
-        if config.tfixup:  # Sec. 3.3; the factor (9 L)^(-1/4) stands in the T-Fixup paper only
+        self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
+        if config.tfixup:  # Sec. 3.3; only the T-Fixup paper has the factor (9 L)^(-1/4)
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -735,18 +768,18 @@ class TrMRL(Agent):
     def recall(self, trials, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
         tokens, current = window(trials, row, t, self.config.memory_length)
-        working_memories = self.phi(tokens) + self.positions  # (M, N, d)
+        working_memories = self.phi(tokens) + self.positions  # (M, N, d), Sec. 3.2
         return self.transformer(working_memories, current)
 
 
-# ---- 6. Collecting trials (Algorithm 1) ----------------------------------------------------------
+# ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
 #
 # One collector for meta-training and meta-testing, for TrMRL and the baselines.
 
 
 @contextlib.contextmanager
 def one_thread():
-    """The policy is too small for several threads; idle ones would only slow the physics down."""
+    """The policy is too small for several threads: they would compete with those of the physics."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -758,7 +791,7 @@ def one_thread():
 @one_thread()
 @torch.no_grad()
 def collect(agent, envs, tasks, steps, sample, seed):
-    """Play `steps` steps of tasks (num_envs, k), all environments at once; returns the Trials."""
+    """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Trials."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
     generator = torch.Generator(agent.device).manual_seed(noise_seed)
     clear_memory = not agent.config.keep_memory
@@ -768,7 +801,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
     trials = agent.new_trials(envs.num_envs, steps, generator)
     trials.task = torch.as_tensor(tasks, dtype=torch.float32).to(agent.device)
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
-    trials.observe(0, observation, agent.normalizer)
+    trials.write_state(0, observation, agent.normalizer)
 
     for t in range(steps):
         # `act`: D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the
@@ -780,14 +813,14 @@ def collect(agent, envs, tasks, steps, sample, seed):
 
         # Apply a_t to the MDP and collect s_{t+1}, r_t, eta_t; B <- B u (s_t, a_t, r_t, eta_t).
         observation, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
-        trials.record(t, action, reward)
+        trials.write_outcome(t, action, reward)
         trials.terminated[:, t] = torch.as_tensor(terminated).to(agent.device)
-        trials.observe(t + 1, observation, agent.normalizer)
+        trials.write_state(t + 1, observation, agent.normalizer)
         infos.append(info)
 
-        # PPO bootstraps from the value of the final state where the time limit ends an episode and
-        # its memory, or where the row ends. This must come before eta_t is written: the agent sees
-        # s_{t+1} as if the episode went on.
+        # PPO bootstraps from the value of the state after a cut: where the row ends, or where the
+        # time limit ends an episode and clears its memory. We ask before eta_t is written and the
+        # memory is cleared, so that the agent sees s_{t+1} as if the episode went on.
         row_ends = t == steps - 1
         cut = (row_ends | (truncated & clear_memory)) & ~terminated
         if cut.any():
@@ -801,47 +834,20 @@ def collect(agent, envs, tasks, steps, sample, seed):
             trials.end_episodes(t, done, clear_memory)
             if not row_ends:
                 observation, _ = envs.reset(options={"reset_mask": done})
-                trials.observe(t + 1, observation, agent.normalizer)
+                trials.write_state(t + 1, observation, agent.normalizer)
 
     trials.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
     return trials
 
 
-class Player:
-    """An agent for a loop of your own, NumPy in and out, for at most max_steps steps:
-
-    action = player.act(observation)
-    observation, reward, terminated, truncated, _ = envs.step(action)
-    player.observe(action, reward, terminated | truncated)
-    """
-
-    def __init__(self, agent, num_tasks, max_steps=10_000):
-        self.agent = agent
-        self.trials = agent.new_trials(num_tasks, max_steps, torch.Generator(agent.device))
-        self.t = 0
-
-    @torch.no_grad()
-    def act(self, observation, sample=False):
-        """Actions for observations (num_tasks, S). Asking twice gives the same answer twice."""
-        self.trials.observe(self.t, observation, self.agent.normalizer)
-        action, log_prob, _ = self.agent.act(self.trials, self.t, sample)
-        self.trials.action[:, self.t] = action
-        self.trials.log_prob[:, self.t] = log_prob
-        return action.cpu().numpy()
-
-    def observe(self, action, reward, done):
-        """Complete the working memory of this step; where an episode is done, clear the memory."""
-        self.trials.record(self.t, torch.as_tensor(action).to(self.agent.device), reward)
-        self.trials.end_episodes(self.t, done, not self.agent.config.keep_memory)
-        self.t += 1
-
-
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
-# Minibatches mix tasks and time. The paper maximises the return of E episodes as one trajectory.
-# Here a trajectory ends where the memory is cleared, because later rewards then no longer depend on
-# earlier actions. At a time limit we bootstrap from the value of the final state, as if the episode
-# went on. A fall has value 0, even if the memory is kept: it must be no way out of a bad episode.
+# A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
+# one trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
+# longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
+# as if the episode went on. With --keep-memory the trajectory is the paper's, except that a fall
+# ends it with value 0: otherwise falling would buy a fresh start. Also ours: scaled rewards,
+# standardised advantages, no entropy bonus, learning rates that fall.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -856,8 +862,8 @@ def gae(reward, value, next_value, continues, gamma, lam):
     return advantage
 
 
-def advantages_and_returns(agent, trials):
-    """Advantages of zero mean and unit variance, and the targets of the value head, (R, T)."""
+def advantages_and_targets(agent, trials):
+    """Standardised advantages and the targets of the value head, (R, T); updates reward_stats."""
     config = agent.config
 
     # Scale rewards so that values are of order 1: a constant reward r has value r / (1 - gamma).
@@ -870,30 +876,32 @@ def advantages_and_returns(agent, trials):
     next_value = next_value.masked_fill(trials.terminated, 0.0)
     continues = ~(trials.cut | trials.terminated)
     advantage = gae(reward, trials.value, next_value, continues, config.gamma, config.gae_lambda)
-    returns = advantage + trials.value
+    value_target = advantage + trials.value
 
-    _, mean, var = moments(advantage.reshape(-1, 1))
-    return (advantage - mean) / (var.sqrt() + 1e-8), returns
+    mean, var = moments(advantage.reshape(-1, 1))
+    return (advantage - mean) / (var.sqrt() + 1e-8), value_target
 
 
-def ppo_loss(log_prob, value, old_log_prob, advantage, returns, clip):
+def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     """The clipped objective over M steps, and metrics."""
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
-    value_loss = F.mse_loss(value, returns)
+    value_loss = F.mse_loss(value, value_target)
     metrics = {
         "policy_loss": policy_loss.detach(),
         "value_loss": value_loss.detach(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().detach(),
+        "approx_kl": (ratio - 1 - log_ratio)
+        .mean()
+        .detach(),  # KL(old, new), estimated from samples
         "clip_fraction": (ratio != clipped).float().mean(),
     }
     return policy_loss + 0.5 * value_loss, metrics
 
 
 def gradient_step(agent, optimizer, loss):
-    """One step of Adam; returns the norm of the gradient."""
+    """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
     loss.backward()
     average_gradients(agent)
@@ -904,48 +912,112 @@ def gradient_step(agent, optimizer, loss):
 
 def ppo_update(agent, trials, optimizer, generator):
     """`epochs` passes of PPO over a batch; returns the means of the metrics."""
-    advantage, returns = advantages_and_returns(agent, trials)
-    history = []  # stays on the device until the end
+    advantage, value_target = advantages_and_targets(agent, trials)
+    clip = agent.config.clip
+    history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(trials, generator):
-            predicted = agent.evaluate(trials, row, t)
-            targets = trials.log_prob[row, t], advantage[row, t], returns[row, t]
-            loss, metrics = ppo_loss(*predicted, *targets, agent.config.clip)
+            step = (row, t)
+            log_prob, value = agent.log_prob_and_value(trials, row, t)
+            old = trials.log_prob[step]
+            loss, metrics = ppo_loss(
+                log_prob, value, old, advantage[step], value_target[step], clip
+            )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
+    # After learning, so that the whole batch was normalised alike. (The first one is only clamped.)
     agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
-    _, _, return_var = moments(returns.reshape(-1, 1))
-    _, _, error_var = moments((returns - trials.value).reshape(-1, 1))
+    _, target_var = moments(value_target.reshape(-1, 1))
+    _, error_var = moments((value_target - trials.value).reshape(-1, 1))
     means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
-    return dict(zip(metrics, means.tolist())) | {
+    return dict(zip(metrics, means.tolist())) | {  # every minibatch has the same metrics
         "updates": len(history),
-        "explained_variance": 1 - (error_var / (return_var + 1e-8)).item(),
+        "explained_variance": 1 - (error_var / (target_var + 1e-8)).item(),
         "std": agent.log_std.exp().mean().item(),
     }
 
 
 # ---- 8. Meta-testing (Sec. 5.1, 5.2) -------------------------------------------------------------
 #
-# Frozen weights, and test tasks that are the same for every agent and seed. As in the authors'
-# release, locomotion is tested with mean actions and MetaWorld with sampled ones.
+# Frozen weights, and test tasks that are the same for every agent and seed. Without --keep-memory
+# the agent adapts anew in every episode; episodes differ only in initial states and sampled
+# actions. As in the authors' release, locomotion is tested with mean actions and MetaWorld with
+# sampled ones.
+
+
+TEST_SEED = 2022  # seed of every meta-test
+FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
     """Run consecutive episodes of each task; returns and successes, (tasks, episodes) each."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
-    return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_returns(episodes)
+    return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
+
+
+class Player:
+    """An agent for a loop of your own, NumPy in and out, for at most max_steps steps:
+
+    player = Player(agent, envs.num_envs)
+    observation, _ = envs.reset(seed=0)
+    for t in range(200):
+        action = player.act(observation)
+        observation, reward, terminated, truncated, _ = envs.step(action)
+        player.observe(action, reward, terminated, truncated)
+        done = terminated | truncated
+        if done.any():
+            observation, _ = envs.reset(options={"reset_mask": done})
+    """
+
+    def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
+        self.agent = agent
+        generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
+        self.trials = agent.new_trials(num_tasks, max_steps, generator)
+        self.t = 0
+
+    @torch.no_grad()
+    def act(self, observation, sample=False):
+        """Actions for observations (num_tasks, S). Asking twice gives the same answer twice."""
+        self.trials.write_state(self.t, observation, self.agent.normalizer)
+        action, log_prob, _ = self.agent.act(self.trials, self.t, sample)
+        # MAML, which learns at test time, reads these two.
+        self.trials.action[:, self.t] = action
+        self.trials.log_prob[:, self.t] = log_prob
+        return action.cpu().numpy()
+
+    def observe(self, action, reward, terminated, truncated):
+        """Complete the working memory of this step; where an episode ended, clear the memory."""
+        device = self.agent.device
+        self.trials.write_outcome(self.t, torch.as_tensor(action).to(device), reward)
+        self.trials.terminated[:, self.t] = torch.as_tensor(terminated).to(device)
+        done = terminated | truncated
+        self.trials.end_episodes(self.t, done, not self.agent.config.keep_memory)
+        self.t += 1
 
 
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
 # A Run (section 10) holds the agent, its environments, its optimizer and its files. Every random
-# number follows from the seed, the iteration and the process. A run that is resumed by the same
-# number of processes therefore ends as if it had never been interrupted.
+# number of training follows from the seed, the iteration and the process. A run that is resumed
+# with the same processes, threads and device therefore ends as if it had never been interrupted.
 
 
-def iterate(run):
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    config, envs, test_envs = prepare(config, make_tasks)
+    default = Path("runs") / config.env / f"{agent_class.name}-seed{config.seed}"
+    folder = Path(config.run_dir or default)
+    if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
+        torch.manual_seed(config.seed)
+        agent = agent_class(config, envs.sizes)  # on the CPU: the same weights for every device
+    return run_iterations(Run(folder, agent.to(config.device), envs, test_envs))
+
+
+def train_iteration(run):
     """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
     agent, config, envs = run.agent, run.agent.config, run.envs
     began = time.monotonic()
@@ -978,19 +1050,26 @@ def iterate(run):
     if run.iteration % config.eval_every == 0 or run.finished:
         test_all_splits(run)
     run.seconds += time.monotonic() - began
-    returns, success = trials.episode_returns(episodes_per_row)
-    row = {"iteration": run.iteration, "step": agent.trained_steps, "seconds": run.seconds}
-    row |= {"steps_per_second": speed, "train_return": returns.mean()}
-    row |= {"train_success": success.mean(), **metrics, "lr": decay * config.lr}
-    run.add_rows("progress.csv", [row])
+    returns, success = trials.episode_results(episodes_per_row)
+    progress = {
+        "iteration": run.iteration,
+        "step": agent.trained_steps,
+        "seconds": run.seconds,
+        "steps_per_second": speed,
+        "train_return": returns.mean(),
+        "train_success": success.mean(),
+        **metrics,
+        "lr": decay * config.lr,
+    }
+    run.add_rows("progress.csv", [progress])
     run.save()
     print_progress(run, speed, score(returns, success))
 
 
 def test_all_splits(run):
-    """Meta-test every split; at the end more episodes, and mean actions for MetaWorld as well."""
-    scored = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
+    """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
+    test_episodes = run.agent.test_episodes
+    episodes = max(FINAL_EPISODES, test_episodes) if run.finished else test_episodes
     for split, envs in run.test_envs.items():
         returns, success = meta_test(run.agent, envs, episodes)
         rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
@@ -999,7 +1078,7 @@ def test_all_splits(run):
             rows += eval_rows(run.agent, split, False, *result)
         run.add_rows("eval.csv", rows)
         if split == "test":
-            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
+            run.test_score = score(returns[:, test_episodes - 1], success[:, test_episodes - 1])
             run.test_table = table(returns, success, envs)
 
 
@@ -1007,78 +1086,176 @@ def test_all_splits(run):
 #
 # A run folder holds config.json, progress.csv (a row per iteration), eval.csv (a row per task and
 # episode), agent.pt and checkpoint.pt, all written after every iteration. Each is replaced
-# atomically: a crash leaves the old file or the new one. Loading a file never runs code that is in
-# it (weights_only).
+# atomically: a crash of the program leaves the old file or the new one. Loading a file never runs
+# code that is in it (weights_only).
+
+VERSION = 2  # format of agent.pt and checkpoint.pt
 
 
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    config, envs, test_envs = prepare(config, make_tasks)
-    default = Path("runs") / config.env / f"{agent_class.name}-seed{config.seed}"
-    folder = Path(config.run_dir or default)
-    if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    with torch.random.fork_rng(devices=[]):  # the same initial weights on every device
-        torch.manual_seed(config.seed)
-        agent = agent_class(config, envs.sizes)
-    return run_iterations(Run(folder, agent.to(config.device), envs, test_envs))
+class Run:
+    """The state of a run, and its files."""
 
+    saved = ("iteration", "seconds", "test_score", "csv")  # attributes in the checkpoint
 
-def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
-    saved, agent = load(Path(folder) / "checkpoint.pt", agent_class)
-    agent.config, envs, test_envs = prepare(replace(agent.config, **changes), make_tasks)
-    run = Run(folder, agent.to(agent.config.device), envs, test_envs)
-    run.restore(saved)
-    if run.finished:
-        raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
-    return run_iterations(run)
+    def __init__(self, folder, agent, envs, test_envs):
+        config = agent.config
+        self.folder = agent.folder = Path(folder)
+        self.hint = f"continue with: {agent.command} --resume {folder}"
+        self.agent = agent
+        self.envs = envs
+        self.test_envs = test_envs  # split: environments
+        self.optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
+        trial_length = config.episodes_per_trial * envs.episode_length
+        self.steps_per_iteration = config.num_tasks * trial_length
+        self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
+        if "minibatch" not in config.unused and config.minibatch > self.steps_per_iteration:
+            raise UserError(
+                f"--minibatch is more than the {self.steps_per_iteration} steps of a batch"
+            )
+        self.iteration = 0
+        self.seconds = 0.0
+        self.csv = {"progress.csv": "", "eval.csv": ""}
+        self.test_score = "-"
+        self.test_table = ""
 
+    @property
+    def finished(self):
+        return self.iteration >= self.total_iterations
 
-def prepare(config, make_tasks):
-    """Check a Config, resolve its device and threads, make training and test environments."""
-    check(config)
-    torch.set_num_threads(config.threads or os.cpu_count())
-    device = pick_device(config.device)
-    join_processes(device)
-    config = replace(config, device=str(device), threads=torch.get_num_threads())
-    if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-        raise UserError(f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE} processes")
+    def add_rows(self, name, rows):
+        self.csv[name] += csv_text(rows, header=not self.csv[name])
 
-    rows = config.num_tasks // WORLD_SIZE * config.rows_per_task
-    envs = make_tasks(config.env, rows, config.seed, "train")
-    test_envs = {}
-    for split in envs.splits[1:]:  # all but "train"
-        test_envs[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
-    steps = config.num_tasks * config.episodes_per_trial * envs.episode_length
-    if "minibatch" not in config.unused and config.minibatch > steps:
-        raise UserError(f"--minibatch {config.minibatch} is more than a batch of {steps} steps")
-    return config, envs, test_envs
+    def save(self):
+        """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
+        settings = {"agent": self.agent.name, **asdict(self.agent.config)}
+        agent = {
+            "version": VERSION,
+            "config": settings,
+            "sizes": self.agent.sizes,
+            "step": self.agent.trained_steps,
+            "weights": self.agent.state_dict(),
+        }
+        progress = {name: getattr(self, name) for name in self.saved}
+        progress["optimizer"] = self.optimizer.state_dict()
+        files = {"checkpoint.pt": agent | progress, "agent.pt": agent}
+        files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                temporary = self.folder / f"{name}.part"
+                if isinstance(content, str):
+                    temporary.write_text(content)
+                else:
+                    torch.save(content, temporary)
+                os.replace(temporary, self.folder / name)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"cannot write {self.folder} ({one_line(error)}); {self.hint}") from None
+
+    def restore(self, saved):
+        """Continue from the content of a checkpoint."""
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for name in self.saved:
+            setattr(self, name, saved[name])
 
 
 def run_iterations(run):
-    """Iterate until the run is finished, or tell how to continue it; returns the agent."""
+    """Iterate until the run is finished; if it is interrupted, print how to continue it."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
     rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
     try:
         if RANK == 0:
             print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            print(
-                f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True
-            )
-            run.save()
+            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+            print(where, flush=True)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
         while not run.finished:
-            iterate(run)
+            train_iteration(run)
     except KeyboardInterrupt:
         if RANK == 0:
             print(f"\nstopped; {run.hint}", file=sys.stderr)
         raise
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
+            raise  # gloo raises plain RuntimeErrors
         reason = f"process {RANK} lost the others ({one_line(error)})"
         raise RunError(f"{reason}; {run.hint}") from None
     return run.agent
+
+
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
+    agent.config, envs, test_envs = prepare(replace(agent.config, **changes), make_tasks)
+    run = Run(folder, agent.to(agent.config.device), envs, test_envs)
+    run.restore(saved)
+    if run.finished:
+        if RANK == 0:
+            run.save()  # the last one may have been interrupted after the checkpoint
+        raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+    return run_iterations(run)
+
+
+def prepare(config, make_tasks):
+    """Check a Config, resolve its device and threads, make training and test environments."""
+    check_config(config)
+    torch.set_num_threads(config.threads or os.cpu_count())
+    device = pick_device(config.device)
+    join_processes(device)
+    config = replace(config, device=str(device), threads=torch.get_num_threads())
+    if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
+        raise UserError(
+            f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}, the processes"
+        )
+
+    num_tasks = config.num_tasks // WORLD_SIZE
+    envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
+    envs.sample_tasks(np.random.default_rng(0), num_tasks)  # raises now if num_tasks does not fit
+    test_envs = {}
+    for split in envs.splits[1:]:  # all but "train"
+        test_envs[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
+    return config, envs, test_envs
+
+
+def load_file(path, agent_class):
+    """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
+    if not path.is_file():
+        near = path.parent if path.parent.is_dir() else path.parent.parent
+        runs = [*near.glob("*/agent.pt"), *near.glob("*/*/agent.pt")]
+        names = ", ".join(sorted(str(agent.parent) for agent in runs))
+        hint = f"; {near} holds these runs: {names}" if names else ""
+        raise UserError(f"{path} does not exist{hint}")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        version = saved.get("version")
+        if version != VERSION:
+            raise ValueError(f"version {version}; commit 40cf2af reads version 1")
+        settings = dict(saved["config"])
+        name = settings.pop("agent")
+        if name != agent_class.name:
+            module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
+            raise ValueError(f"an agent of {name}; type: python {module} --eval {path.parent}")
+        config = agent_class.Config(**settings)
+        check_config(config)
+        agent = agent_class(config, saved["sizes"])
+        agent.load_state_dict(saved["weights"])
+        agent.trained_steps = int(saved["step"])
+        agent.folder = path.parent
+    except pickle.UnpicklingError:  # PyTorch's own message advises weights_only=False
+        raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
+    except Exception as error:  # a damaged or foreign file may raise anything
+        raise UserError(f"cannot load {path}: {one_line(error)}") from None
+    return saved, agent
+
+
+def load_agent(path, device="cpu", agent_class=TrMRL):
+    """A trained agent, its weights frozen, from a run folder or an agent.pt."""
+    path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
+    _, agent = load_file(path, agent_class)
+    return agent.to(pick_device(device)).requires_grad_(False)
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def score(returns, success):
@@ -1130,7 +1307,7 @@ def eval_rows(agent, split, sample, returns, success):
 
 
 def csv_text(rows, header):
-    """Lines of a csv file: numbers with six digits, nothing for NaN."""
+    """Lines of a csv file: floats with six significant digits, nothing for NaN."""
     lines = [",".join(rows[0])] if header else []
     for row in rows:
         cells = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()]
@@ -1138,115 +1315,13 @@ def csv_text(rows, header):
     return "\n".join(lines) + "\n"
 
 
-class Run:
-    """Everything that changes during a run, and its files."""
-
-    def __init__(self, folder, agent, envs, test_envs):
-        config = agent.config
-        self.folder = agent.folder = Path(folder)
-        self.hint = f"continue with: {agent.command} --resume {folder}"
-        self.agent = agent
-        self.envs = envs
-        self.test_envs = test_envs  # split: environments
-        self.optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
-        trial_length = config.episodes_per_trial * envs.episode_length
-        self.steps_per_iteration = config.num_tasks * trial_length
-        self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
-        self.iteration = 0
-        self.seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}
-        self.test_score = "-"
-        self.test_table = ""
-
-    @property
-    def finished(self):
-        return self.iteration >= self.total_iterations
-
-    def add_rows(self, name, rows):
-        self.csv[name] += csv_text(rows, header=not self.csv[name])
-
-    def save(self):
-        """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
-        settings = {"agent": self.agent.name, **asdict(self.agent.config)}
-        agent = {
-            "version": VERSION,
-            "config": settings,
-            "sizes": self.agent.sizes,
-            "step": self.agent.trained_steps,
-            "weights": self.agent.state_dict(),
-        }
-        progress = {
-            "optimizer": self.optimizer.state_dict(),
-            "iteration": self.iteration,
-            "seconds": self.seconds,
-            "csv": self.csv,
-        }
-        files = {"checkpoint.pt": agent | progress, "agent.pt": agent}
-        files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                temporary = self.folder / f"{name}.part"
-                if isinstance(content, str):
-                    temporary.write_text(content)
-                else:
-                    torch.save(content, temporary)
-                os.replace(temporary, self.folder / name)
-        except (OSError, RuntimeError) as error:
-            raise RunError(f"cannot write {self.folder} ({one_line(error)}); {self.hint}") from None
-
-    def restore(self, saved):
-        """Continue from the content of a checkpoint."""
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.iteration = saved["iteration"]
-        self.seconds = saved["seconds"]
-        self.csv = saved["csv"]
-
-
-def load(path, agent_class):
-    """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
-    if not path.is_file():
-        runs = [*path.parent.glob("*/agent.pt"), *path.parent.glob("*/*/agent.pt")]
-        names = ", ".join(sorted(str(agent.parent) for agent in runs))
-        hint = f"; {path.parent} holds these runs: {names}" if names else ""
-        raise UserError(f"{path} does not exist{hint}")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if saved["version"] != VERSION:
-            raise ValueError(f"version {saved['version']}; commit 40cf2af reads version 1")
-        settings = dict(saved["config"])
-        name = settings.pop("agent")
-        if name != agent_class.name:
-            module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
-            raise ValueError(f"an agent of {name}; type: python {module} --eval {path.parent}")
-        config = agent_class.Config(**settings)
-        check(config)
-        agent = agent_class(config, saved["sizes"])
-        agent.load_state_dict(saved["weights"])
-        agent.trained_steps = int(saved["step"])
-        agent.folder = path.parent
-    except pickle.UnpicklingError:
-        raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
-    except Exception as error:  # a damaged or foreign file may raise anything
-        raise UserError(f"cannot load {path}: {one_line(error)}") from None
-    return saved, agent
-
-
-def load_agent(path, device="cpu", agent_class=TrMRL):
-    """A trained agent, from a run folder or an agent.pt."""
-    path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
-    _, agent = load(path, agent_class)
-    return agent.to(pick_device(device)).requires_grad_(False)
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
 # ---- 11. Several processes -----------------------------------------------------------------------
 #
 # With torchrun each process has its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights.
+
+RANK = int(os.environ.get("RANK", 0))  # number of this process; torchrun sets both
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 
 
 def sum_over_processes(x):
@@ -1256,11 +1331,11 @@ def sum_over_processes(x):
 
 
 def moments(x):
-    """Count, mean and variance of the rows of x (M, size), across all processes."""
+    """Mean and variance of the rows of x (M, size), across all processes."""
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
     var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return n, mean, var
+    return mean, var
 
 
 def average_gradients(agent):
@@ -1274,7 +1349,8 @@ def average_gradients(agent):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Adam imports the compiler. Imported after the group exists, it may crash Python's exit.
+        # Imports the compiler now. Adam would import it after init_process_group, which may crash
+        # Python on exit.
         torch.compiler.reset()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -1294,6 +1370,16 @@ def pick_device(name):
 
 
 # ---- 12. Command line ----------------------------------------------------------------------------
+#
+# Mistakes of the user and broken runs are reported in one line.
+
+
+class UserError(Exception):
+    """An error the user can fix: printed as one line, exit status 2."""
+
+
+class RunError(Exception):
+    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
 
 
 def flag(name):
@@ -1306,7 +1392,7 @@ def did_you_mean(typed, names):
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def check(config):
+def check_config(config):
     """Refuse settings that cannot work, before anything starts."""
     for f in fields(config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
@@ -1333,7 +1419,9 @@ def integer(text):
 def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     parser = Parser(
-        description=sys.modules[agent_class.__module__].__doc__.split("\nSections")[0],
+        description=sys.modules[agent_class.__module__].__doc__.split("\nSections")[
+            0
+        ],  # without the map
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -1369,7 +1457,7 @@ def make_parser(agent_class, env):
 
 def parse(argv, agent_class=TrMRL):
     """What was typed, as a dictionary. Reject flags that do not apply."""
-    early = Parser(add_help=False, allow_abbrev=False)
+    early = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
     early.add_argument("--env", default=agent_class.Config.env)
     parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
     typed, unknown = parser.parse_known_args(argv)
@@ -1387,8 +1475,8 @@ def parse(argv, agent_class=TrMRL):
         allowed |= {"device", "threads", "eval_tasks"}
     elif "resume" in typed:
         where, allowed = "with --resume", {"resume", "device", "threads"}
-    for name in sorted(typed.keys() - allowed):
-        raise UserError(f"{flag(name)} cannot be used {where}")
+    if refused := sorted(typed.keys() - allowed):
+        raise UserError(f"{flag(refused[0])} cannot be used {where}")
     return typed
 
 
@@ -1400,21 +1488,23 @@ def eval_command(path, typed, make_tasks, agent_class):
     agent = load_agent(path, typed.get("device", "auto"), agent_class)
     num_tasks = typed.get("eval_tasks", agent.config.eval_tasks)
     config = replace(agent.config, eval_tasks=num_tasks, threads=typed.get("threads", 1))
-    check(config)
+    check_config(config)
     torch.set_num_threads(config.threads or os.cpu_count())
     envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
     sample = "sample" in typed or (envs.sample_at_test and "mean" not in typed)
     result = meta_test(agent, envs, episodes, sample)
     rows = eval_rows(agent, split, sample, *result)
-    print(f"{agent.name}, {agent.trained_steps:,} steps of {config.env};", end=" ")
-    print(f"{num_tasks} {split} tasks, {rows[0]['actions']} actions:\n{table(*result, envs)}")
+    title = (
+        f"{agent.name}, {agent.trained_steps:,} steps of {config.env}; {num_tasks} {split} tasks"
+    )
+    print(f"{title}, {rows[0]['actions']} actions:\n{table(*result, envs)}")
     if "csv" in typed:
         Path(typed["csv"]).write_text(csv_text(rows, header=True))
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
         if "eval" in typed:
@@ -1426,7 +1516,9 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     except KeyboardInterrupt:
         return 130
     except (UserError, RunError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{agent_class.command.split()[-1]}: {one_line(error)}", file=sys.stderr)
+        message = error if isinstance(error, (UserError, RunError)) else one_line(error)
+        if RANK == 0 or not isinstance(error, UserError):
+            print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 

@@ -4,8 +4,8 @@
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. The
 agent explores a task with theta for E - 1 episodes. It then takes the inner step, theta' = theta +
 alpha grad J(theta), and acts with theta' from then on. Meta-training maximises what theta' earns,
-so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO takes the
-outer step, as far as the adapted policies change by at most a given KL divergence.
+so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO takes as
+long an outer step as changes the adapted policies by at most a given KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel                    # meta-train
     python -m baselines.maml --eval runs/halfcheetah_vel/maml-seed1   # meta-test
@@ -34,7 +34,7 @@ from trmrl import setting
 RIDGE = 1e-3  # of the linear baseline
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian
-LINE_SEARCH = [0.8**i for i in range(15)]  # fractions of the step to try
+FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
 
 
 # ---- Configuration -------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Config(trmrl.Config):
     unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
-    episodes_per_trial: int = setting("trials", None, "E; the first E - 1 explore", low=2)
+    episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2, high=5)
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
@@ -100,7 +100,8 @@ def fit_baseline(trials, row, mask, gamma):
     """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
     X = features(trials, row, mask.shape[1])[mask]  # (M, F)
     beta = X.new_zeros(X.shape[1])
-    y = advantages(trials, row, mask, beta, gamma, 1.0)[mask]  # returns less the mean
+    # With beta = 0 and lambda = 1 these are returns less mean_reward / (1 - gamma).
+    y = advantages(trials, row, mask, beta, gamma, 1.0)[mask]
     ridge = RIDGE * torch.eye(len(beta)).to(X)
     return torch.linalg.solve(X.T @ X / len(X) + ridge, X.T @ y / len(X))
 
@@ -143,8 +144,9 @@ def log_likelihood(mean, log_std, action):
 def surrogate(mean, log_std, steps):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    While pi is pi_old, the gradient is that of A(s, a) log pi(a | s). The second derivatives are
-    right only with the ratio (Rothfuss et al. 2019).
+    While pi is pi_old, the gradient is that of A(s, a) log pi(a | s). With log pi the second
+    derivatives would be wrong; with the ratio of each step they are nearly right (Rothfuss et al.
+    2019).
     """
     ratio = (log_likelihood(mean, log_std, steps.action) - steps.log_prob).exp()
     return (steps.weight * steps.advantage * ratio).sum()
@@ -160,18 +162,18 @@ def divergence(old, new, steps):
 
 
 class Maml(trmrl.Agent):
-    """MAML: meta-train or meta-test a policy that one gradient step adapts to a new task."""
+    """A policy that one gradient step adapts to a new task."""
 
     name = "maml"
     command = "python -m baselines.maml"
     Config = Config
-    test_episodes = 3  # it adapts after the first
 
     def __init__(self, config, sizes):
         if trmrl.WORLD_SIZE > 1:
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
+        self.test_episodes = config.episodes_per_trial + 1  # the second after the inner step
         del self.value  # the baseline is linear
         self.register_buffer("betas", torch.zeros(2, 2 * S + 4))  # exploring and adapted
 
@@ -240,6 +242,8 @@ class Maml(trmrl.Agent):
             """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
             return vmap(self.policy_of)(self.adapt(theta, exploring), adapted.state)
 
+        old = policies(self.theta)
+
         def objective(theta):
             """What the adapted policies earn, averaged over tasks."""
             return vmap(surrogate)(*policies(theta), adapted).mean()
@@ -248,14 +252,13 @@ class Maml(trmrl.Agent):
             """How far the adapted policies have moved, averaged over tasks."""
             return vmap(divergence)(old, policies(theta), adapted).mean()
 
-        old = policies(self.theta)
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
 
         for beta, mask in zip(self.betas, (explores, ~explores)):
             beta.copy_(fit_baseline(trials, row, mask, config.gamma))
         self.normalizer.update(trials.observation[:, : done.shape[1]].flatten(0, 1))
-        returns, _ = trials.episode_returns(config.episodes_per_trial)
+        returns, _ = trials.episode_results(config.episodes_per_trial)
         metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
         return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1}
 
@@ -297,7 +300,7 @@ def trpo_step(objective, kl, theta, max_kl):
 
     # Both approximations hold near theta only. Shorten the step until it keeps what they promise.
     before = objective(theta)
-    for fraction in LINE_SEARCH:
+    for fraction in FRACTIONS:
         candidate = theta + fraction * step
         gain = (objective(candidate) - before).item()
         distance = kl(candidate).item()

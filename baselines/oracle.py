@@ -2,7 +2,8 @@
 """The oracle: an agent that is told the task.
 
 It needs no memory, because it has nothing to infer: its policy is an MLP on the state and the task.
-Its return shows how much of what TrMRL misses is due to adapting, and how much to the body or PPO.
+What TrMRL falls short of it is the price of having to infer the task; what it itself falls short of
+the best possible is due to the body or to PPO.
 
     python -m baselines.oracle --env halfcheetah_vel
 """
@@ -26,7 +27,7 @@ class Config(trmrl.Config):
 
 
 class Oracle(trmrl.Agent):
-    """Oracle: meta-train or meta-test an agent that is told the task."""
+    """An agent whose memory is the state and the task. (A Player must set `trials.task` for it.)"""
 
     name = "oracle"
     command = "python -m baselines.oracle"
@@ -35,15 +36,15 @@ class Oracle(trmrl.Agent):
     def __init__(self, config, sizes):
         S, _, k = sizes
         super().__init__(config, sizes, memory_size=S + k)
-        self.tasks = trmrl.Normalizer(k)
+        self.task_normalizer = trmrl.RunningStats(k)
 
     def recall(self, trials, row, t):
         """The state and the task, both normalised, (M, S + k)."""
-        return torch.cat([trials.state[row, t], self.tasks(trials.task)[row]], dim=-1)
+        return torch.cat([trials.state[row, t], self.task_normalizer(trials.task)[row]], dim=-1)
 
     def update(self, trials, optimizer, generator):
         metrics = super().update(trials, optimizer, generator)
-        self.tasks.update(trials.task)
+        self.task_normalizer.update(trials.task)
         return metrics
 
 

@@ -2,7 +2,7 @@
 """PEARL: "Efficient Off-Policy Meta-Reinforcement Learning via Probabilistic Context Variables"
 (Rakelly et al. 2019).
 
-PEARL describes a task by a latent vector z and infers z from transitions (s, a, r), the context c.
+PEARL describes a task by a latent vector z and infers z from transitions, the context c.
 An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is the product
 of all factors, whatever their order. In the first episode of a task the agent draws z from the
 prior N(0, I), in each later one from the posterior given the episodes so far: it adapts from one
@@ -14,12 +14,13 @@ too, and a KL divergence keeps the posterior near the prior; the policy's gradie
     python -m baselines.pearl --eval runs/halfcheetah_vel/pearl-seed1    # six episodes per task
     python -m baselines.pearl --resume runs/halfcheetah_vel/pearl-seed1  # continue
 
-Differences from the paper:
+The main differences from the paper:
 
-- The paper visits 100 fixed training tasks many times. It takes contexts from the recent data of a
-  task and RL batches from all of it. Here every iteration draws new tasks, so a trial is all the
-  data of its task: the context and the RL batch come from the same trial. Trials are drawn from the
-  whole replay, recent ones more often.
+- The paper visits 100 fixed training tasks (half-cheetah) many times. It takes contexts from the
+  recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
+  trial is all the data of its task: the context and the RL batch come from the same trial. Trials
+  are drawn from the whole replay, recent ones more often.
+- A transition of the context is (s, a, r), without the next state.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   300 units. Ours: 16 tasks with 32 transitions, 128 units, and a gamma of 0.95 instead of 0.99.
 - SAC is the later version, with target Q functions and no value function. Observations are
@@ -56,7 +57,7 @@ class Config(trmrl.Config):
     unused += ("init_std", "gae_lambda", "clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
-    latent_size: int = setting("agent", 5, "numbers of z", low=1)
+    latent_size: int = setting("agent", 5, "size of z", low=1)
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
 
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
@@ -65,7 +66,7 @@ class Config(trmrl.Config):
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
-    entropy_weight: float = setting("SAC", 0.1, "alpha, where a usual reward is 1")
+    entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 1e-4, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "step of the target Q functions", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
@@ -87,19 +88,21 @@ class Replay:
     """
 
     def __init__(self, path, shape, capacity, iterations, device):
-        """`shape` is (R, T + 1, width); `iterations` are in the file, and K = `capacity` fit."""
+        """`iterations`: how many the file holds; `capacity`: K, how many are kept in memory."""
         self.path = path  # None: no file
         self.iterations = iterations
         self.trials = torch.zeros(capacity, *shape, device=device)
-        self.bytes = self.trials[0].nbytes  # of an iteration
+        self.bytes_per_iteration = self.trials[0].nbytes  # of an iteration
         self.check_file()
         for i in range(max(0, iterations - capacity), iterations):
-            numbers = np.fromfile(path, np.float32, math.prod(shape), offset=i * self.bytes)
+            numbers = np.fromfile(
+                path, np.float32, math.prod(shape), offset=i * self.bytes_per_iteration
+            )
             self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
 
     def check_file(self):
         size = self.path.stat().st_size if self.path and self.path.is_file() else 0
-        if self.path and size < self.iterations * self.bytes:
+        if self.path and size < self.iterations * self.bytes_per_iteration:
             raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
 
     def append(self, trials):
@@ -107,7 +110,7 @@ class Replay:
         if self.path:
             self.check_file()
             with open(self.path, "ab") as f:
-                f.truncate(self.iterations * self.bytes)
+                f.truncate(self.iterations * self.bytes_per_iteration)
                 f.write(trials.cpu().numpy().tobytes())
                 f.flush()
                 os.fsync(f.fileno())
@@ -129,7 +132,7 @@ class Replay:
         iteration = (self.iterations - 1 - age) % K
         row = (uniform(M, 1) * R).long()
 
-        # A context is from the first 1, ..., E episodes, as it is when the next one begins.
+        # A context is from the first 1, ..., E episodes (of full length), as when the next begins.
         episodes = 1 + (uniform(M, 1) * E).long()
         t_context = (uniform(M, C) * episodes * T / E).long()
         t = (uniform(M, B) * T).long()
@@ -145,7 +148,7 @@ def network(inputs, hidden, outputs):
 
 
 class Pearl(trmrl.Agent):
-    """PEARL: meta-train or meta-test soft actor-critic with a latent variable of the task."""
+    """Soft actor-critic with a latent variable of the task."""
 
     name = "pearl"
     command = "python -m baselines.pearl"
@@ -166,6 +169,7 @@ class Pearl(trmrl.Agent):
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
+        # In the checkpoint, which the replay itself is not.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
@@ -179,7 +183,7 @@ class Pearl(trmrl.Agent):
         return trials
 
     def act(self, trials, t, sample):
-        """Action (R, A) and log_prob (R,) of step t, the mean or a sample. SAC needs no value."""
+        """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
         # z is constant within an episode. Where an episode begins, draw z from the posterior given
         # all earlier steps of the trial, or from the prior if there are none.
         z, z_noise = trials.stored["z"], trials.stored["z_noise"]
@@ -204,8 +208,8 @@ class Pearl(trmrl.Agent):
             return zeros, zeros + 1
         transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
         # q(z | c) ~ prod_n N(z; mean_n, var_n): precisions add up and weight the means.
-        mean, width = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
-        precision = 1 / (F.softplus(width) + 1e-6)
+        mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
+        precision = 1 / (F.softplus(raw_var) + 1e-6)
         var = 1 / precision.sum(dim=1)
         return var * (precision * mean).sum(dim=1), var
 
@@ -232,6 +236,7 @@ class Pearl(trmrl.Agent):
 
     def losses(self, context, step, next_step, generator):
         """The loss of everything that is learned, and metrics."""
+        # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
         state, action, reward, terminated, timed_out = self.unpack(step)
@@ -246,8 +251,7 @@ class Pearl(trmrl.Agent):
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
 
-        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z). A
-        # constant reward is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
+        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z).
         with torch.no_grad():
             next_action, log_prob = self.pi(next_state, z, noise_like(action))
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
@@ -282,7 +286,7 @@ class Pearl(trmrl.Agent):
         others = F.pad(others, (0, 0, 0, 1))  # the last column has only an observation
         steps = torch.cat([trials.observation, trials.clipped_action, others], dim=-1)
         if self.replay is None:
-            path = self.folder and self.folder / "replay.bin"
+            path = self.folder / "replay.bin" if self.folder else None
             size = min(self.config.replay_size, self.config.total_steps)
             capacity = math.ceil(size / trials.reward.numel())
             iterations = int(self.replay_iterations)

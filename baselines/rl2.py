@@ -3,9 +3,9 @@
 
 A recurrent network reads the state, and what it did and got at the step before. Its hidden state
 is the memory: it is carried across the episodes of a trial and cleared when the task changes. The
-weights learn slowly, by PPO on many tasks; the hidden state adapts fast, within a task. The network
-thus learns a reinforcement learning algorithm of its own, hence the name. The gradient flows back
-through time over the whole trial, so a minibatch is made of whole trials.
+weights learn slowly, by PPO (the paper: TRPO) on many tasks; the hidden state adapts fast, within a
+task. The network thus learns a reinforcement learning algorithm of its own, hence the name. The
+gradient flows back through time over the whole trial, so a minibatch is made of whole trials.
 
     python -m baselines.rl2 --env halfcheetah_vel
 """
@@ -40,7 +40,7 @@ def gru_inputs(trials, row, t):
 
 
 class RL2(trmrl.Agent):
-    """RL^2: meta-train or meta-test a recurrent network that adapts to new tasks."""
+    """An agent whose memory is the hidden state of a GRU."""
 
     name = "rl2"
     command = "python -m baselines.rl2"
@@ -52,7 +52,10 @@ class RL2(trmrl.Agent):
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
     def new_trials(self, rows, steps, generator):
-        """hidden[t] is the hidden state before step t, and hidden[0] is zero."""
+        """hidden[t] is the hidden state before step t; it is zero before step 0.
+
+        `act` may be asked about step T, too, and then writes hidden[T + 1].
+        """
         trials = super().new_trials(rows, steps, generator)
         d = self.config.d_model
         trials.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
@@ -61,7 +64,7 @@ class RL2(trmrl.Agent):
     def recall(self, trials, row, t):
         """The output of the GRU at steps t: (R,) when it acts, (rows, T) when it learns."""
         x = gru_inputs(trials, row, t)
-        if t.dim() == 2:  # whole trials again, so that the gradient flows back through them
+        if t.dim() == 2:  # learning: whole rows, so that the gradient flows back through them
             return self.gru(x)[0]
 
         # One step in every row, from hidden[t] to hidden[t + 1].

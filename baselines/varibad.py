@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""VariBAD: A Very Good Method for Bayes-Adaptive Deep RL via Meta-Learning (Zintgraf et al. 2020)
+"""VariBAD: "A Very Good Method for Bayes-Adaptive Deep RL via Meta-Learning" (Zintgraf et al.
+2020).
 
 The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
 task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
@@ -13,7 +14,8 @@ stops there, so the policy can act on its uncertainty but does not shape the bel
 
 Differences from the authors' code: the VAE learns from the current batch and no replay buffer; the
 variance of rewards is fixed to 1 after they are normalised; the encoder is also told where episodes
-end. The paper decodes transitions, too, where they differ between tasks; here they never do.
+end. The paper decodes transitions, too, where they differ between tasks; here they differ in
+ML45 only, and we do not decode them.
 
 Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps.
 """
@@ -29,8 +31,8 @@ import trmrl
 from baselines.rl2 import gru_inputs
 from trmrl import setting
 
-BELIEFS = 20  # K, of the T beliefs of a row, for one gradient step of the VAE
-DECODED = 20  # J, of the T rewards of a row
+BELIEFS = 20  # K: how many of the T beliefs of a row a gradient step decodes
+DECODED = 20  # J: how many of the T rewards each of them predicts
 
 # An MLP learns faster at a higher rate than the transformer's.
 CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
@@ -43,7 +45,7 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
-    latent_size: int = setting("VAE", 5, "numbers of z", low=1)
+    latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of Adam", high=1)
     vae_updates: int = setting("VAE", 10, "gradient steps per iteration")
 
@@ -79,7 +81,7 @@ class VAE(nn.Module):
 
 
 class VariBAD(trmrl.Agent):
-    """VariBAD: meta-train or meta-test an agent that acts on a belief about the task."""
+    """An agent that acts on its state and its belief about the task."""
 
     name = "varibad"
     command = "python -m baselines.varibad"
@@ -117,22 +119,21 @@ class VariBAD(trmrl.Agent):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(trials, optimizer, generator)
         R, T = trials.reward.shape
-        totals = torch.zeros(2, device=self.device)
+        totals = torch.zeros(3, device=self.device)
         for _ in range(self.config.vae_updates):
-            # A whole ELBO has T x T rewards to decode. We draw K of its T beliefs, and J of its T
-            # rewards for each, the same for all rows.
+            # A whole ELBO has T x T rewards to decode. We draw K of the T beliefs and J of the T
+            # rewards, the same for all rows; each of the K predicts all J.
             times = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
             steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
             shape = (R, BELIEFS, self.config.latent_size)
             noise = torch.randn(shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(trials, times, steps, noise)
-            trmrl.gradient_step(self, optimizer, error + kl)
-            totals += torch.stack([error, kl]).detach()
+            norm = trmrl.gradient_step(self, optimizer, error + kl)
+            totals += torch.stack([error, kl, norm]).detach()
 
         updates = self.config.vae_updates
-        error, kl = (trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE).tolist()
-        metrics["reward_error"] = error / max(1, updates)
-        metrics["kl"] = kl / max(1, updates)
+        means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / max(1, updates)
+        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
         metrics["updates"] += updates
         return metrics
 
@@ -160,21 +161,22 @@ class VariBAD(trmrl.Agent):
         transition = torch.cat([state, trials.clipped_action[:, steps], next_state], dim=-1)
         predicted = self.vae.decode(z, transition)  # (R, K, J)
         reward = self.reward_stats(trials.reward[:, steps, None]).transpose(1, 2)  # (R, 1, J)
-        inside = 1 - trials.eta[:, None, steps]
-        error = 0.5 * (inside * (reward - predicted).square()).mean()
+        not_last = 1 - trials.eta[:, None, steps]
+        error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
-        # The prior of a belief is the belief before it. Of this term we need no estimate.
+        # The prior of a belief is the belief before it. This term is cheap, so it is not sampled.
         prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: mean 0, variance 1
         kl = kl_divergence(mean, log_var, *prior.chunk(2, dim=-1)).mean() / T
         return error, kl
 
     def parameter_groups(self):
         """For Adam: the VAE has a learning rate of its own."""
-        vae = list(self.vae.parameters())
         others, value = super().parameter_groups()
-        ids = set(map(id, vae))
-        others["params"] = [p for p in others["params"] if id(p) not in ids]
-        return [others, value, dict(params=vae, lr=self.config.vae_lr)]
+        names = [
+            name for name, _ in self.named_parameters() if not name.startswith(("value.", "vae."))
+        ]
+        others["params"] = [self.get_parameter(name) for name in names]
+        return [others, value, dict(params=list(self.vae.parameters()), lr=self.config.vae_lr)]
 
 
 if __name__ == "__main__":
