@@ -1095,8 +1095,6 @@ VERSION = 2  # format of agent.pt and checkpoint.pt
 class Run:
     """The state of a run, and its files."""
 
-    saved = ("iteration", "seconds", "test_score", "csv")  # attributes in the checkpoint
-
     def __init__(self, folder, agent, envs, test_envs):
         config = agent.config
         self.folder = agent.folder = Path(folder)
@@ -1135,8 +1133,13 @@ class Run:
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        progress = {name: getattr(self, name) for name in self.saved}
-        progress["optimizer"] = self.optimizer.state_dict()
+        progress = {
+            "optimizer": self.optimizer.state_dict(),
+            "iteration": self.iteration,
+            "seconds": self.seconds,
+            "test_score": self.test_score,
+            "csv": self.csv,
+        }
         files = {"checkpoint.pt": agent | progress, "agent.pt": agent}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         try:
@@ -1153,9 +1156,14 @@ class Run:
 
     def restore(self, saved):
         """Continue from the content of a checkpoint."""
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for name in self.saved:
-            setattr(self, name, saved[name])
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.iteration = int(saved["iteration"])
+            self.seconds = float(saved["seconds"])
+            self.test_score = str(saved["test_score"])
+            self.csv = {name: str(saved["csv"][name]) for name in self.csv}
+        except Exception as error:  # a damaged or foreign file may raise anything
+            raise UserError(f"{self.folder}/checkpoint.pt is damaged: {one_line(error)}") from None
 
 
 def run_iterations(run):
