@@ -19,9 +19,9 @@ normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first. What the
-others use from there does what its name says; without torchrun RANK is 0, WORLD_SIZE is 1, and sums
-and averages over processes change nothing.
+Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first. What is used
+before it is defined there (UserError, RANK, moments) means what its name says; without torchrun
+RANK is 0, WORLD_SIZE is 1, and sums over processes do nothing.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -36,13 +36,14 @@ and averages over processes change nothing.
     11. Several processes   torchrun: one learner on several cores or GPUs
     12. Command line        flags, and errors that fit on one line
 
-A trial is E times the length of an episode, spent on one task. An episode that ends early, by a
-fall, is followed at once by another one, so a trial may hold more than E. A row of the buffer is T
-consecutive steps of one task: by default T is the length of one episode, and a trial is E rows;
-with --keep-memory a trial is one row. Shapes: R rows of T steps, M steps (of any rows) in one
-forward pass, N memory slots; S, A, k and d are the sizes of a state, an action, a task and a
-memory. The main differences from the paper are noted where they occur; docs/differences.md in the
-repository lists all.
+A trial is E episode lengths of steps on one task. An episode that ends early, by a fall, is
+followed at once by another one, so a trial may hold more than E episodes. A row of the buffer is T
+consecutive steps of one task. In training, a trial is by default E rows of one episode length,
+played side by side, since episodes share no memory; with --keep-memory it is one row. A meta-test
+plays all its episodes in one row. Shapes: R rows of T steps, M steps (of any rows) in one forward
+pass, N memory slots; S, A, k and d are the sizes of a state, an action, a task and a memory. The
+main differences from the paper are noted where they occur; docs/differences.md in the repository
+lists all.
 """
 
 import argparse
@@ -85,7 +86,8 @@ def setting(group, default, help, low=0, high=10**9):
 
 # The presets are tuned for a run on one CPU core: fewer layers than in the paper and, on MetaWorld,
 # E = 1. The paper trains longer, with E = 2. Its ablations (App. E) favour 4 to 8 layers and N = 5
-# on HalfCheetahVel, more layers and N = 50 on ML1-Reach.
+# on HalfCheetahVel, more layers and N = 50 on ML1-Reach. With one layer Eq. 6 is applied only once:
+# use --layers 4 to see memories being refined.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
@@ -126,7 +128,7 @@ class Config:
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
     gamma: float = setting(
-        "PPO", None, "discount factor, below 1 (rewards are scaled by 1 - gamma)", high=0.9999
+        "PPO", None, "discount factor, below 1: rewards are scaled by 1 - gamma", high=0.9999
     )
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
@@ -142,9 +144,8 @@ class Config:
     def __post_init__(self):
         env = str(self.env)  # a wrong type is reported by check_config
         family = env if env in self.presets else env.split("_")[0]  # ml1_push: ml1
-        preset = self.presets.get(
-            family, self.presets["halfcheetah_vel"]
-        )  # for a family of your own
+        # A family of your own starts from the preset of the half-cheetah.
+        preset = self.presets.get(family, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -326,9 +327,8 @@ def metaworld_goals(env):
     """
     import metaworld  # takes a second
 
-    name = (
-        env.removeprefix("ml1_").replace("_", "-") + "-v3"
-    )  # ml1_push: push-v3 (the paper used v2)
+    # ml1_push: push-v3 (the paper used v2)
+    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # tested on training goals, App. B
@@ -336,9 +336,9 @@ def metaworld_goals(env):
         benchmark = metaworld.ML1(name, seed=0)
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     else:
-        names = ["ml1_" + known[:-3].replace("-", "_") for known in metaworld.ALL_V3_ENVIRONMENTS]
-        hint = did_you_mean(env, names) or f"; there are: {', '.join(names)}"
-        raise UserError(f"unknown env {env!r}{hint}")
+        names = [known[:-3].replace("-", "_") for known in metaworld.ALL_V3_ENVIRONMENTS]
+        hint = did_you_mean(env, ["ml1_" + known for known in names])
+        raise UserError(f"unknown env {env!r}{hint or '; ml1_<task> takes: ' + ', '.join(names)}")
 
     classes = list(benchmark.train_classes)
     goals = np.zeros((2, len(classes), 50, 7))
@@ -377,7 +377,7 @@ class MetaWorldFamily(TaskFamily):
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            reason = f"{n} per process are no multiple of the {len(self.classes)} classes"
+            reason = f"{n} tasks per process is not a multiple of the {len(self.classes)} classes"
             raise UserError(f"--num-tasks or --eval-tasks does not fit: {reason}")
         turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
@@ -401,17 +401,14 @@ class MetaWorldFamily(TaskFamily):
             self.object_offset[i, 4:7] = self.object_offset[i, 22:25] = offset
 
     def advance(self, actions):
-        """Step the environments, which are Python, in turn; torchrun steps several at once."""
+        """MetaWorld is plain Python: step one environment after the other."""
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
         observations, rewards, _, _, infos = zip(*results)
         self.raw_observation = np.array(observations)
         success = np.array([info["success"] for info in infos])
-        # Rewards are between 0 and 10, so NaN counts as the worst, 0.
-        return (
-            np.nan_to_num(rewards, posinf=0.0),
-            np.zeros(self.num_envs, dtype=bool),
-            {"success": success},
-        )
+        # Rewards are between 0 and 10, so NaN and infinity count as the worst, 0.
+        reward = np.nan_to_num(rewards, posinf=0.0, neginf=0.0)
+        return reward, np.zeros(self.num_envs, dtype=bool), {"success": success}
 
     def observation(self):
         return self.raw_observation + self.object_offset
@@ -438,7 +435,7 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # zero.
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
-# too). "Memory Write Logic" has an empty memory at the beginning of an episode. So we clear it
+# too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
 # Trials stores every step once, and `window` finds the tokens that a step sees. Acting and learning
@@ -448,9 +445,9 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 class Trials:
     """R rows of T steps of experience, filled step by step, on the device of the agent.
 
-    By default a row has the length of one episode, since episodes share no memory; with
-    --keep-memory it has the length of a trial. After a fall the next episode begins at once, in the
-    same row, so that all rows have T steps.
+    The caller decides how long a row is. After a fall the next episode begins at once, in the same
+    row, so that all rows have T steps.
+
     `generator` draws the noise of the actions.
     """
 
@@ -476,8 +473,7 @@ class Trials:
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory (section 7) ends: terminated by a fall, or cut by time limit or row
-        # end.
+        # Where a trajectory (section 7) ends: by a fall, or cut by the time limit or the row's end.
         self.terminated = zeros(R, T, dtype=torch.bool)
         self.cut = zeros(R, T, dtype=torch.bool)
         self.final_value = zeros(R, T)  # of the state after a cut
@@ -563,7 +559,7 @@ def sinusoids(N, d):
 
 
 def xavier(module):
-    """Xavier initialisation of a linear layer, without bias."""
+    """Xavier weights and zero biases for a linear layer."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
@@ -586,7 +582,7 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
     def forward(self, x, e, visible):
-        """Refine the memories x (M, Q, d) by attending to the visible ones of e (M, N, d)."""
+        """Refine Q memories x (M, Q, d) by attending to the visible ones of e (M, N, d)."""
         q, k, v = self.query(x), self.key(e), self.value(e)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
@@ -889,12 +885,11 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     clipped = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
     value_loss = F.mse_loss(value, value_target)
+    approx_kl = (ratio - 1 - log_ratio).mean()  # KL(old, new), estimated from samples
     metrics = {
         "policy_loss": policy_loss.detach(),
         "value_loss": value_loss.detach(),
-        "approx_kl": (ratio - 1 - log_ratio)
-        .mean()
-        .detach(),  # KL(old, new), estimated from samples
+        "approx_kl": approx_kl.detach(),
         "clip_fraction": (ratio != clipped).float().mean(),
     }
     return policy_loss + 0.5 * value_loss, metrics
@@ -926,7 +921,8 @@ def ppo_update(agent, trials, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
-    # After learning, so that the whole batch was normalised alike. (The first one is only clamped.)
+    # After learning, so that the whole batch was normalised alike. (The first batch is only
+    # clamped.)
     agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - trials.value).reshape(-1, 1))
@@ -1021,9 +1017,9 @@ def train_iteration(run):
     """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
     agent, config, envs = run.agent, run.agent.config, run.envs
     began = time.monotonic()
-    decay = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
+    lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
-        group["lr"] = decay * initial["lr"]
+        group["lr"] = lr_factor * initial["lr"]
     seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
     task_seed, trial_seed, update_seed = seeds.tolist()
 
@@ -1059,7 +1055,7 @@ def train_iteration(run):
         "train_return": returns.mean(),
         "train_success": success.mean(),
         **metrics,
-        "lr": decay * config.lr,
+        "lr": lr_factor * config.lr,
     }
     run.add_rows("progress.csv", [progress])
     run.save()
@@ -1098,7 +1094,10 @@ class Run:
     def __init__(self, folder, agent, envs, test_envs):
         config = agent.config
         self.folder = agent.folder = Path(folder)
-        self.hint = f"continue with: {agent.command} --resume {folder}"
+        command = agent.command
+        if WORLD_SIZE > 1:
+            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
+        self.hint = f"continue with: {command} --resume {folder}"
         self.agent = agent
         self.envs = envs
         self.test_envs = test_envs  # split: environments
@@ -1107,9 +1106,7 @@ class Run:
         self.steps_per_iteration = config.num_tasks * trial_length
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         if "minibatch" not in config.unused and config.minibatch > self.steps_per_iteration:
-            raise UserError(
-                f"--minibatch is more than the {self.steps_per_iteration} steps of a batch"
-            )
+            raise UserError(f"--minibatch exceeds the {self.steps_per_iteration} steps of a batch")
         self.iteration = 0
         self.seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}
@@ -1212,7 +1209,7 @@ def prepare(config, make_tasks):
     config = replace(config, device=str(device), threads=torch.get_num_threads())
     if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
         raise UserError(
-            f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}, the processes"
+            f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}, the number of processes"
         )
 
     num_tasks = config.num_tasks // WORLD_SIZE
@@ -1220,7 +1217,7 @@ def prepare(config, make_tasks):
     envs.sample_tasks(np.random.default_rng(0), num_tasks)  # raises now if num_tasks does not fit
     test_envs = {}
     for split in envs.splits[1:]:  # all but "train"
-        test_envs[split] = make_tasks(config.env, config.eval_tasks, config.seed, split)
+        test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
     return config, envs, test_envs
 
 
@@ -1236,7 +1233,7 @@ def load_file(path, agent_class):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         version = saved.get("version")
         if version != VERSION:
-            raise ValueError(f"version {version}; commit 40cf2af reads version 1")
+            raise ValueError(f"its format is {version}, not {VERSION} (commit 40cf2af reads 1)")
         settings = dict(saved["config"])
         name = settings.pop("agent")
         if name != agent_class.name:
@@ -1379,7 +1376,7 @@ def pick_device(name):
 
 # ---- 12. Command line ----------------------------------------------------------------------------
 #
-# Mistakes of the user and broken runs are reported in one line.
+# User errors and broken runs are reported in one line.
 
 
 class UserError(Exception):
@@ -1426,10 +1423,9 @@ def integer(text):
 
 def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
+    text = sys.modules[agent_class.__module__].__doc__.split("\nSections")[0]  # without the map
     parser = Parser(
-        description=sys.modules[agent_class.__module__].__doc__.split("\nSections")[
-            0
-        ],  # without the map
+        description=text,
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -1524,7 +1520,7 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     except KeyboardInterrupt:
         return 130
     except (UserError, RunError, OSError, torch.OutOfMemoryError) as error:
-        message = error if isinstance(error, (UserError, RunError)) else one_line(error)
+        message = str(error) if isinstance(error, (UserError, RunError)) else one_line(error)
         if RANK == 0 or not isinstance(error, UserError):
             print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
