@@ -1208,9 +1208,8 @@ def prepare(config, make_tasks):
     join_processes(device)
     config = replace(config, device=str(device), threads=torch.get_num_threads())
     if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-        raise UserError(
-            f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}, the number of processes"
-        )
+        multiple = f"multiples of {WORLD_SIZE}, the number of processes"
+        raise UserError(f"--num-tasks and --minibatch must be {multiple}")
 
     num_tasks = config.num_tasks // WORLD_SIZE
     envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
