@@ -53,9 +53,10 @@ class Run:
         saved = json.loads((self.folder / "config.json").read_text())
         Config = self.agent_class.Config
         wanted = asdict(Config(**trmrl.parse(self.flags.split(), self.agent_class)))
-        for name in wanted.keys() - {"device", "threads", "run_dir", *Config.unused}:
-            if saved.get(name) != wanted[name]:
-                return "outdated"
+        ignored = {"device", "threads", "run_dir", *Config.unused}
+        same = all(saved.get(name) == wanted[name] for name in wanted.keys() - ignored)
+        if not same or saved.keys() != {"agent", *wanted}:
+            return "outdated"
         lines = (self.folder / "progress.csv").read_text().splitlines()
         steps = int(lines[-1].split(",")[1]) if len(lines) > 1 else 0
         return "finished" if steps >= wanted["total_steps"] else "begun"
