@@ -1422,7 +1422,8 @@ def integer(text):
 
 def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
-    text = sys.modules[agent_class.__module__].__doc__.split("\nSections")[0]  # without the map
+    text = sys.modules[agent_class.__module__].__doc__ or ""
+    text = text.split("\nSections")[0]  # without the map
     parser = Parser(
         description=text,
         epilog=f"environments: {', '.join(ENVS)}",
