@@ -6,12 +6,11 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent meets a new task and adapts to it within an episode, with frozen weights (in the paper
-within about twenty steps on the half-cheetah). It writes each step as a working memory phi(s, a, r,
-eta): state, action, reward and an end-of-episode flag. A causal transformer refines the last N of
-them, layer by layer, into the episodic memory of the current step, and a Gaussian policy acts on
-it. PPO trains the agent on many tasks; T-Fixup initialisation lets it train without layer
-normalisation or warm-up.
+The agent meets a new task and adapts to it within an episode, with frozen weights. It writes each
+step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
+causal transformer refines the last N of them, layer by layer, into the episodic memory of the
+current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
+initialisation lets it train without layer normalisation or warm-up.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
     python trmrl.py --eval runs/halfcheetah_vel/trmrl-seed1    # meta-test on test tasks
@@ -19,9 +18,7 @@ normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. Sections 10 to 12 are machinery: skip them at first. What is used
-before it is defined there (UserError, RANK, moments) means what its name says; without torchrun
-RANK is 0, WORLD_SIZE is 1, and sums over processes do nothing.
+Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at first.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -32,18 +29,13 @@ RANK is 0, WORLD_SIZE is 1, and sums over processes do nothing.
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Runs                starting, resuming, progress, and files that survive a crash
-    11. Several processes   torchrun: one learner on several cores or GPUs
-    12. Command line        flags, and errors that fit on one line
+    10. Runs                starting, saving, resuming; several processes
+    11. Command line        flags, and errors that fit on one line
 
-A trial is E episode lengths of steps on one task. An episode that ends early, by a fall, is
-followed at once by another one, so a trial may hold more than E episodes. A row of the buffer is T
-consecutive steps of one task. In training, a trial is by default E rows of one episode length,
-played side by side, since episodes share no memory; with --keep-memory it is one row. A meta-test
-plays all its episodes in one row. Shapes: R rows of T steps, M steps (of any rows) in one forward
-pass, N memory slots; S, A, k and d are the sizes of a state, an action, a task and a memory. The
-main differences from the paper are noted where they occur; docs/differences.md in the repository
-lists all.
+Letters: R rows of T steps (a row is an episode or a trial, section 3), M steps of any rows in one
+forward pass, N memory slots, L layers, E episodes per trial; S, A, k and d are the sizes of a
+state, an action, a task and a memory. The main differences from the paper are noted where they
+occur; docs/differences.md lists all.
 """
 
 import argparse
@@ -72,22 +64,28 @@ from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
 
+# torchrun sets both (section 10). Without it, this is process 0 of 1.
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+class UserError(Exception):
+    """An error the user can fix: printed as one line, exit status 2."""
+
+
+class RunError(Exception):
+    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
+
+
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
 # Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
 
-
-def setting(group, default, help, low=0, high=10**9):
-    """A field of Config: its group in --help, its default, its meaning and its bounds."""
-    return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
-
-
-# The presets are tuned for a run on one CPU core: fewer layers than in the paper and, on MetaWorld,
-# E = 1. The paper trains longer, with E = 2. Its ablations (App. E) favour 4 to 8 layers and N = 5
-# on HalfCheetahVel, more layers and N = 50 on ML1-Reach. With one layer Eq. 6 is applied only once:
-# use --layers 4 to see memories being refined.
+# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
+# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
+# N = 50 on ML1-Reach.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
@@ -99,6 +97,11 @@ PRESETS = {
     "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
     "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
+
+
+def setting(group, default, help, low=0, high=10**9):
+    """A field of Config: its group in --help, its default, its meaning and its bounds."""
+    return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
 @dataclass
@@ -115,7 +118,7 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting("training", None, "E, episodes per task", low=1)
+    episodes_per_trial: int = setting("training", None, "E, episode lengths per trial", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -136,9 +139,7 @@ class Config:
     minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting(
-        "PPO", 0.05, "both rates fall linearly towards this fraction of them", high=1
-    )
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
@@ -152,7 +153,7 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """E rows of one episode's length, or with --keep-memory one row for the whole trial."""
+        """A trial is E rows of one episode each, or with --keep-memory one row (section 3)."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
@@ -223,7 +224,10 @@ class TaskFamily(VectorEnv):
 
 
 class MujocoFamily(TaskFamily):
-    """Tasks of one MuJoCo body. One native call steps all of them, in threads."""
+    """Tasks of one MuJoCo body. One native call steps all of them, in threads.
+
+    A subclass defines reward(x_velocity, actions) and, if the body can fall, healthy().
+    """
 
     xml = ""
     frame_skip = 5  # physics steps per environment step
@@ -233,10 +237,9 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-
         threads = torch.get_num_threads()  # as set by --threads
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
-        self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)
+        self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
         self.physics = np.zeros((num_tasks, size))
         super().__init__(num_tasks, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
@@ -255,7 +258,7 @@ class MujocoFamily(TaskFamily):
         after = states[:, -1]
 
         # A simulation may diverge; MuJoCo then resets it, its clock included. Such a step is
-        # undone: the body stays where it was and gets the reward of standing still.
+        # undone: the body stays where it was and gets the reward of not moving.
         clock_reset = np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6
         bounded = np.abs(after).max(axis=1) < 1e3  # false for NaN, too
         diverged = clock_reset | ~bounded
@@ -323,12 +326,11 @@ def metaworld_goals(env):
     """MetaWorld's own goals: the names of the classes, training goals and test goals.
 
     Goals are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
-    position of the goal and often that of the object.
+    position of the goal and often that of the object, padded with zeros.
     """
     import metaworld  # takes a second
 
-    # ml1_push: push-v3 (the paper used v2)
-    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"
+    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"  # ml1_push: push-v3 (the paper: v2)
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # tested on training goals, App. B
@@ -336,16 +338,15 @@ def metaworld_goals(env):
         benchmark = metaworld.ML1(name, seed=0)
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     else:
-        names = [known[:-3].replace("-", "_") for known in metaworld.ALL_V3_ENVIRONMENTS]
-        hint = did_you_mean(env, ["ml1_" + known for known in names])
-        raise UserError(f"unknown env {env!r}{hint or '; ml1_<task> takes: ' + ', '.join(names)}")
+        names = ["ml1_" + known[:-3].replace("-", "_") for known in metaworld.ALL_V3_ENVIRONMENTS]
+        raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
 
     classes = list(benchmark.train_classes)
     goals = np.zeros((2, len(classes), 50, 7))
     for split, tasks in enumerate(splits):
         for i, task in enumerate(tasks):  # sorted by class, 50 goals each
             goal = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
-            goals[split, goal[0], i % 50, : len(goal)] = goal  # padded with zeros
+            goals[split, goal[0], i % 50, : len(goal)] = goal
     return classes, *goals
 
 
@@ -356,12 +357,11 @@ class MetaWorldFamily(TaskFamily):
 
     def __init__(self, env, num_tasks, seed=0, split="train"):
         self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
-        # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks. So does --eval
-        # --split train: its results cannot be compared with those of a test.
+        # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
-        # In Reach the object plays no part, but its position identifies which of the 50 training
-        # goals is active. To keep agents from memorising it, training shifts the observed object
-        # by a Gaussian offset, drawn once per episode (std in m). The paper does not do this.
+        # In Reach the object plays no part, but its position tells which of the 50 training goals
+        # is active. To keep agents from memorising that, training shifts the observed object by a
+        # Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
         self.object_offset = np.zeros((num_tasks, 39))
         self.raw_observation = np.zeros((num_tasks, 39))
@@ -377,8 +377,8 @@ class MetaWorldFamily(TaskFamily):
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            reason = f"{n} tasks per process is not a multiple of the {len(self.classes)} classes"
-            raise UserError(f"--num-tasks or --eval-tasks does not fit: {reason}")
+            classes = f"not a multiple of the {len(self.classes)} classes"
+            raise UserError(f"--num-tasks or --eval-tasks: {n} per process is {classes}")
         turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
@@ -431,24 +431,21 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as
 # received; phi maps it to a working memory. At step t the agent sees the tokens of the last N
-# steps, t included. The action, reward and eta of step t are not known yet: they are PAD, which is
-# zero.
+# steps, t included. The action, reward and eta of step t are not known yet: they are PAD, zero.
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
 # too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
-# Trials stores every step once, and `window` finds the tokens that a step sees. Acting and learning
-# both call it, so the agent learns from exactly what it saw.
+# A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
+# as E rows of Trials. With --keep-memory, and in a meta-test, they follow each other in one row. A
+# fall ends an episode early; the next one then begins at once, in the same row.
 
 
 class Trials:
     """R rows of T steps of experience, filled step by step, on the device of the agent.
 
-    The caller decides how long a row is. After a fall the next episode begins at once, in the same
-    row, so that all rows have T steps.
-
-    `generator` draws the noise of the actions.
+    `window` gathers the tokens that a step sees, so every step is stored only once.
     """
 
     def __init__(self, rows, steps, sizes, generator):
@@ -466,37 +463,28 @@ class Trials:
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
         self.stored = {}  # what baselines remember instead, such as a recurrent state
 
-        # Actions and predictions. Noise is drawn in advance, because `collect` may ask twice about
-        # a step: for its value, then for its action.
+        # Actions and predictions. Noise is drawn in advance, because an agent may be asked twice
+        # about a step: for its value, then for its action.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory (section 7) ends: by a fall, or cut by the time limit or the row's end.
-        self.terminated = zeros(R, T, dtype=torch.bool)
-        self.cut = zeros(R, T, dtype=torch.bool)
-        self.final_value = zeros(R, T)  # of the state after a cut
+        # Where a trajectory (section 7) ends: at a fall, a time limit or the end of the row.
+        self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
+        self.ends = zeros(R, T, dtype=torch.bool)
+        self.end_value = zeros(R, T)  # value of the state after such a step, 0 after a fall
 
         self.task = None  # (R, k), for a baseline that is told the task
         self.info = {}  # arrays (R, T): success, x_velocity, diverged
 
+    def tensor(self, x):
+        return torch.as_tensor(x).to(self.token.device)
+
     def write_state(self, t, observation, normalizer):
         """Write the observations (R, S) of step t."""
-        self.observation[:, t] = torch.as_tensor(observation).to(self.observation.device)
+        self.observation[:, t] = self.tensor(observation)
         self.state[:, t] = normalizer(self.observation[:, t])
-
-    def write_outcome(self, t, action, reward):
-        """Write the action and the reward of step t."""
-        self.clipped_action[:, t] = action.clamp(-1.0, 1.0)
-        self.reward[:, t] = torch.as_tensor(reward).to(action.device)
-
-    def end_episodes(self, t, done, clear_memory):
-        """Step t is the last of its episode in the rows that are done."""
-        done = torch.as_tensor(done, dtype=torch.bool).to(self.eta.device)
-        self.eta[:, t] = done
-        if clear_memory:
-            self.memory_start[done, t + 1 :] = t + 1
 
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
@@ -506,22 +494,23 @@ class Trials:
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
         done = self.eta.cpu().numpy() > 0
-        number = np.cumsum(done, axis=1) - done  # of the episode; done 0 1 0 1: number 0 0 1 1
-        row, step = np.nonzero(number < episodes)
+        episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        row, step = np.nonzero(episode < episodes)
 
         returns, successes = np.zeros((2, len(reward), episodes))
-        np.add.at(returns, (row, number[row, step]), reward[row, step])
-        np.maximum.at(successes, (row, number[row, step]), success[row, step])
+        np.add.at(returns, (row, episode[row, step]), reward[row, step])
+        np.maximum.at(successes, (row, episode[row, step]), success[row, step])
         return returns, successes
 
 
 def window(trials, row, t, N):
-    """What step t[m] of row[m] sees; row and t are (M,).
+    """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
-    Algorithm 1 pads on the left and reads the last slot. We fill the first slots first, as "Memory
-    Write Logic" says, and read the current one. Empty slots come after it, so the causal mask hides
-    them. For N = 3 and an episode that began at step 7 (- is an empty slot):
+    Algorithm 1 pads on the left, lets the agent attend to PAD, and reads the last slot. We fill the
+    first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
+    after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
+    for an empty slot:
 
         t = 7:  7 - -    current slot 0
         t = 8:  7 8 -    current slot 1
@@ -549,7 +538,7 @@ def window(trials, row, t, N):
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
 # is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, and Eq. 4 and 5 have
-# slips: 1 / sqrt(d) outside the softmax, i <= j for j <= i, phi_1 for phi_i, phi_t for phi_n.
+# slips in their indices and divide by sqrt(d) outside the softmax.
 
 
 def sinusoids(N, d):
@@ -645,9 +634,9 @@ class RunningStats(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
     def update(self, x):
-        """Merge the rows of x (M, size)."""
+        """Merge the rows of x (M, size), of all processes."""
         mean, var = moments(x)
-        n = len(x) * WORLD_SIZE  # moments merges the rows of all processes
+        n = len(x) * WORLD_SIZE
         self.count += n
         weight = n / self.count
         delta = mean - self.mean
@@ -661,9 +650,8 @@ def mlp(sizes, output_scale=1.0):
     for inputs, outputs in zip(sizes, sizes[1:]):
         modules += [nn.Linear(inputs, outputs), nn.Tanh()]
         xavier(modules[-2])
-    modules.pop()  # no tanh after the last layer
-    modules[-1].weight.data *= output_scale
-    return nn.Sequential(*modules)
+    modules[-2].weight.data *= output_scale
+    return nn.Sequential(*modules[:-1])  # no tanh after the last layer
 
 
 class Agent(nn.Module):
@@ -671,12 +659,12 @@ class Agent(nn.Module):
 
         new_trials(rows, steps, generator)    an empty buffer
         act(trials, t, sample)                action, log_prob and value of step t of all rows
-        log_prob_and_value(trials, row, t)    of stored actions, for learning
+        forward(trials, row, t)               mean action and value of any steps, for PPO
         minibatches(trials, generator)        the steps (row, t) of each gradient step
         update(trials, optimizer, generator)  learn from a batch; returns metrics for progress.csv
         parameter_groups()                    parameters and initial learning rates, for Adam
 
-    A subclass defines recall(trials, row, t) -> e (M, memory_size).
+    A subclass defines recall(trials, row, t) -> e (M, memory_size), or overrides act and update.
     """
 
     name = ""  # in run folders and saved files
@@ -688,7 +676,7 @@ class Agent(nn.Module):
         super().__init__()
         self.config = config
         self.sizes = sizes  # of a state, an action and a task: (S, A, k)
-        self.folder = None  # run folder, set by Run
+        self.folder = None  # run folder
         self.trained_steps = 0
         S, A, _ = sizes
         self.normalizer = RunningStats(S)
@@ -704,21 +692,19 @@ class Agent(nn.Module):
     def new_trials(self, rows, steps, generator):
         return Trials(rows, steps, self.sizes, generator)
 
+    def forward(self, trials, row, t):
+        """Mean action (M, A) and value (M,) of the steps t of the rows `row`, (M,) each."""
+        e = self.recall(trials, row, t)
+        return self.policy(e), self.value(e).squeeze(-1)
+
     def act(self, trials, t, sample):
         """Action (R, A) of step t, a sample or the mean; its log_prob (R,) and the value (R,)."""
         row = torch.arange(len(trials.token), device=self.device)
-        e = self.recall(trials, row, torch.full_like(row, t))
-        mean = self.policy(e)
+        mean, value = self(trials, row, torch.full_like(row, t))
         action = mean
         if sample:
             action = mean + self.log_std.exp() * trials.noise[:, t]
-        return action, self.log_prob(mean, action), self.value(e).squeeze(-1)
-
-    def log_prob_and_value(self, trials, row, t):
-        """Under the current weights: log_prob of the stored actions, and value, (M,) each."""
-        e = self.recall(trials, row, t)
-        log_prob = self.log_prob(self.policy(e), trials.action[row, t])
-        return log_prob, self.value(e).squeeze(-1)
+        return action, self.log_prob(mean, action), value
 
     def log_prob(self, mean, action):
         """Log-density of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
@@ -770,7 +756,66 @@ class TrMRL(Agent):
 
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
 #
-# One collector for meta-training and meta-testing, for TrMRL and the baselines.
+# One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments quote
+# Algorithm 1; B is the buffer, D what the agent sees of it.
+
+
+class Player:
+    """An agent that plays R tasks at once, for at most T steps. NumPy in and out:
+
+    player = Player(agent, envs.num_envs)
+    observation, _ = envs.reset(seed=0)
+    for t in range(200):
+        action = player.act(observation)
+        observation, reward, terminated, truncated, _ = envs.step(action)
+        player.observe(observation, reward, terminated, truncated)
+    """
+
+    def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
+        self.agent = agent
+        generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
+        self.trials = agent.new_trials(num_tasks, max_steps, generator)  # initialise B
+        self.t = 0
+
+    @torch.no_grad()
+    def act(self, observation, sample=False):
+        """Actions for the observations s_t (R, S). Asking twice gives the same answer twice."""
+        trials, t = self.trials, self.t
+        trials.write_state(t, observation, self.agent.normalizer)
+        # D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the working
+        # memories; refine them to e^L; sample a_t from the policy on e^L of this step.
+        action, log_prob, value = self.agent.act(trials, t, sample)
+        trials.action[:, t] = action
+        trials.log_prob[:, t] = log_prob
+        trials.value[:, t] = value
+        return action.cpu().numpy()
+
+    @torch.no_grad()
+    def observe(self, observation, reward, terminated, truncated):
+        """B <- B u (s_t, a_t, r_t, eta_t). `observation` is s_{t+1}, before any reset."""
+        trials, t = self.trials, self.t
+        clear_memory = not self.agent.config.keep_memory
+        trials.clipped_action[:, t] = trials.action[:, t].clamp(-1.0, 1.0)
+        trials.reward[:, t] = trials.tensor(reward)
+        trials.terminated[:, t] = trials.tensor(terminated)
+        trials.write_state(t + 1, observation, self.agent.normalizer)
+
+        # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
+        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
+        # before eta_t is written and the memory cleared, as if the episode went on.
+        last = t == trials.value.shape[1] - 1
+        ends = terminated | (truncated & clear_memory) | last
+        trials.ends[:, t] = trials.tensor(ends)
+        if (ends & ~terminated).any():
+            _, _, value = self.agent.act(trials, t + 1, sample=False)
+            trials.end_value[:, t] = value.masked_fill(trials.terminated[:, t], 0.0)
+
+        # Write eta_t. Where an episode ended, the next steps no longer see this one.
+        done = trials.tensor(terminated | truncated)
+        trials.eta[:, t] = done
+        if clear_memory:
+            trials.memory_start[done, t + 1 :] = t + 1
+        self.t += 1
 
 
 @contextlib.contextmanager
@@ -785,55 +830,26 @@ def one_thread():
 
 
 @one_thread()
-@torch.no_grad()
 def collect(agent, envs, tasks, steps, sample, seed):
     """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Trials."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
-    generator = torch.Generator(agent.device).manual_seed(noise_seed)
-    clear_memory = not agent.config.keep_memory
+    player = Player(agent, envs.num_envs, steps, noise_seed)
+    player.trials.task = player.trials.tensor(tasks).float()
     infos = []
 
-    # Initialise the buffer B; observe s_0.
-    trials = agent.new_trials(envs.num_envs, steps, generator)
-    trials.task = torch.as_tensor(tasks, dtype=torch.float32).to(agent.device)
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
-    trials.write_state(0, observation, agent.normalizer)
-
     for t in range(steps):
-        # `act`: D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the
-        # working memories; refine them to e^L; sample a_t from the policy on e^L of this step.
-        action, log_prob, value = agent.act(trials, t, sample)
-        trials.action[:, t] = action
-        trials.log_prob[:, t] = log_prob
-        trials.value[:, t] = value
-
-        # Apply a_t to the MDP and collect s_{t+1}, r_t, eta_t; B <- B u (s_t, a_t, r_t, eta_t).
-        observation, reward, terminated, truncated, info = envs.step(action.cpu().numpy())
-        trials.write_outcome(t, action, reward)
-        trials.terminated[:, t] = torch.as_tensor(terminated).to(agent.device)
-        trials.write_state(t + 1, observation, agent.normalizer)
+        action = player.act(observation, sample)
+        observation, reward, terminated, truncated, info = envs.step(action)
+        player.observe(observation, reward, terminated, truncated)
         infos.append(info)
 
-        # PPO bootstraps from the value of the state after a cut: where the row ends, or where the
-        # time limit ends an episode and clears its memory. We ask before eta_t is written and the
-        # memory is cleared, so that the agent sees s_{t+1} as if the episode went on.
-        row_ends = t == steps - 1
-        cut = (row_ends | (truncated & clear_memory)) & ~terminated
-        if cut.any():
-            _, _, final_value = agent.act(trials, t + 1, sample)
-            trials.final_value[:, t] = final_value
-            trials.cut[:, t] = torch.as_tensor(cut).to(agent.device)
-
-        # Write eta_t. Where an episode ended, clear the memory and begin the next one.
         done = terminated | truncated
-        if done.any():
-            trials.end_episodes(t, done, clear_memory)
-            if not row_ends:
-                observation, _ = envs.reset(options={"reset_mask": done})
-                trials.write_state(t + 1, observation, agent.normalizer)
+        if done.any() and t < steps - 1:
+            observation, _ = envs.reset(options={"reset_mask": done})
 
-    trials.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
-    return trials
+    player.trials.info = {key: np.stack([info[key] for info in infos], 1) for key in infos[0]}
+    return player.trials
 
 
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
@@ -867,11 +883,9 @@ def advantages_and_targets(agent, trials):
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
     reward = (1 - config.gamma) / root_mean_square * trials.reward
 
-    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the last step is cut or terminated
-    next_value = torch.where(trials.cut, trials.final_value, next_value)
-    next_value = next_value.masked_fill(trials.terminated, 0.0)
-    continues = ~(trials.cut | trials.terminated)
-    advantage = gae(reward, trials.value, next_value, continues, config.gamma, config.gae_lambda)
+    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; a row always ends with an end
+    next_value = torch.where(trials.ends, trials.end_value, next_value)
+    advantage = gae(reward, trials.value, next_value, ~trials.ends, config.gamma, config.gae_lambda)
     value_target = advantage + trials.value
 
     mean, var = moments(advantage.reshape(-1, 1))
@@ -885,11 +899,10 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     clipped = ratio.clamp(1 - clip, 1 + clip)
     policy_loss = -torch.minimum(ratio * advantage, clipped * advantage).mean()
     value_loss = F.mse_loss(value, value_target)
-    approx_kl = (ratio - 1 - log_ratio).mean()  # KL(old, new), estimated from samples
     metrics = {
         "policy_loss": policy_loss.detach(),
         "value_loss": value_loss.detach(),
-        "approx_kl": approx_kl.detach(),
+        "approx_kl": (ratio - 1 - log_ratio).mean().detach(),  # KL(old, new), from samples
         "clip_fraction": (ratio != clipped).float().mean(),
     }
     return policy_loss + 0.5 * value_loss, metrics
@@ -908,21 +921,17 @@ def gradient_step(agent, optimizer, loss):
 def ppo_update(agent, trials, optimizer, generator):
     """`epochs` passes of PPO over a batch; returns the means of the metrics."""
     advantage, value_target = advantages_and_targets(agent, trials)
-    clip = agent.config.clip
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(trials, generator):
-            step = (row, t)
-            log_prob, value = agent.log_prob_and_value(trials, row, t)
-            old = trials.log_prob[step]
-            loss, metrics = ppo_loss(
-                log_prob, value, old, advantage[step], value_target[step], clip
-            )
+            mean, value = agent(trials, row, t)
+            log_prob = agent.log_prob(mean, trials.action[row, t])
+            batch = trials.log_prob[row, t], advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
-    # After learning, so that the whole batch was normalised alike. (The first batch is only
-    # clamped.)
+    # After learning, so that the whole batch was normalised alike.
     agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - trials.value).reshape(-1, 1))
@@ -941,7 +950,6 @@ def ppo_update(agent, trials, optimizer, generator):
 # actions. As in the authors' release, locomotion is tested with mean actions and MetaWorld with
 # sampled ones.
 
-
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
@@ -953,64 +961,33 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
 
 
-class Player:
-    """An agent for a loop of your own, NumPy in and out, for at most max_steps steps:
-
-    player = Player(agent, envs.num_envs)
-    observation, _ = envs.reset(seed=0)
-    for t in range(200):
-        action = player.act(observation)
-        observation, reward, terminated, truncated, _ = envs.step(action)
-        player.observe(action, reward, terminated, truncated)
-        done = terminated | truncated
-        if done.any():
-            observation, _ = envs.reset(options={"reset_mask": done})
-    """
-
-    def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
-        self.agent = agent
-        generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
-        self.trials = agent.new_trials(num_tasks, max_steps, generator)
-        self.t = 0
-
-    @torch.no_grad()
-    def act(self, observation, sample=False):
-        """Actions for observations (num_tasks, S). Asking twice gives the same answer twice."""
-        self.trials.write_state(self.t, observation, self.agent.normalizer)
-        action, log_prob, _ = self.agent.act(self.trials, self.t, sample)
-        # MAML, which learns at test time, reads these two.
-        self.trials.action[:, self.t] = action
-        self.trials.log_prob[:, self.t] = log_prob
-        return action.cpu().numpy()
-
-    def observe(self, action, reward, terminated, truncated):
-        """Complete the working memory of this step; where an episode ended, clear the memory."""
-        device = self.agent.device
-        self.trials.write_outcome(self.t, torch.as_tensor(action).to(device), reward)
-        self.trials.terminated[:, self.t] = torch.as_tensor(terminated).to(device)
-        done = terminated | truncated
-        self.trials.end_episodes(self.t, done, not self.agent.config.keep_memory)
-        self.t += 1
-
-
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
-# A Run (section 10) holds the agent, its environments, its optimizer and its files. Every random
-# number of training follows from the seed, the iteration and the process. A run that is resumed
-# with the same processes, threads and device therefore ends as if it had never been interrupted.
+# The outer loop. A Run (section 10) holds the agent, its environments, its optimizer and its files.
+# Every random number of training follows from the seed, the iteration and the process. A run that
+# is resumed with the same processes, threads and device therefore ends as if it had never been
+# interrupted.
 
 
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    config, envs, test_envs = prepare(config, make_tasks)
-    default = Path("runs") / config.env / f"{agent_class.name}-seed{config.seed}"
-    folder = Path(config.run_dir or default)
-    if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
+    check_config(config)
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
-        torch.manual_seed(config.seed)
-        agent = agent_class(config, envs.sizes)  # on the CPU: the same weights for every device
-    return run_iterations(Run(folder, agent.to(config.device), envs, test_envs))
+    return run_iterations(Run(folder, config, make_tasks, agent_class))
+
+
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
+    run.restore(saved)
+    if not run.finished:
+        return run_iterations(run)
+    if RANK == 0:
+        run.save()  # the last one may have been interrupted after the checkpoint
+    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
 
 
 def train_iteration(run):
@@ -1064,8 +1041,8 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    test_episodes = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, test_episodes) if run.finished else test_episodes
+    last = run.agent.test_episodes
+    episodes = max(FINAL_EPISODES, last) if run.finished else last
     for split, envs in run.test_envs.items():
         returns, success = meta_test(run.agent, envs, episodes)
         rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
@@ -1074,7 +1051,7 @@ def test_all_splits(run):
             rows += eval_rows(run.agent, split, False, *result)
         run.add_rows("eval.csv", rows)
         if split == "test":
-            run.test_score = score(returns[:, test_episodes - 1], success[:, test_episodes - 1])
+            run.test_score = score(returns[:, last - 1], success[:, last - 1])
             run.test_table = table(returns, success, envs)
 
 
@@ -1091,22 +1068,38 @@ VERSION = 2  # format of agent.pt and checkpoint.pt
 class Run:
     """The state of a run, and its files."""
 
-    def __init__(self, folder, agent, envs, test_envs):
-        config = agent.config
-        self.folder = agent.folder = Path(folder)
-        command = agent.command
-        if WORLD_SIZE > 1:
-            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
-        self.hint = f"continue with: {command} --resume {folder}"
-        self.agent = agent
-        self.envs = envs
-        self.test_envs = test_envs  # split: environments
-        self.optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
-        trial_length = config.episodes_per_trial * envs.episode_length
+    saved_names = ("iteration", "seconds", "test_score", "csv")
+
+    def __init__(self, folder, config, make_tasks, agent_class):
+        check_config(config)
+        torch.set_num_threads(config.threads or os.cpu_count())
+        device = pick_device(config.device)
+        join_processes(device)
+        config = replace(config, device=str(device), threads=torch.get_num_threads())
+        if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
+            raise UserError(f"--num-tasks and --minibatch: not multiples of {WORLD_SIZE} processes")
+
+        num_tasks = config.num_tasks // WORLD_SIZE
+        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # raises if that does not fit
+        self.test_envs = {}
+        for split in self.envs.splits[1:]:  # all but "train"
+            self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
+        trial_length = config.episodes_per_trial * self.envs.episode_length
         self.steps_per_iteration = config.num_tasks * trial_length
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         if "minibatch" not in config.unused and config.minibatch > self.steps_per_iteration:
             raise UserError(f"--minibatch exceeds the {self.steps_per_iteration} steps of a batch")
+
+        torch.manual_seed(config.seed)
+        self.agent = agent_class(config, self.envs.sizes)  # on the CPU: the same on every device
+        self.agent.to(device)
+        self.optimizer = torch.optim.Adam(self.agent.parameter_groups(), eps=1e-5, fused=True)
+        self.folder = self.agent.folder = Path(folder)
+        command = agent_class.command
+        if WORLD_SIZE > 1:
+            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
+        self.hint = f"continue with: {command} --resume {folder}"
         self.iteration = 0
         self.seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}
@@ -1130,14 +1123,9 @@ class Run:
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        progress = {
-            "optimizer": self.optimizer.state_dict(),
-            "iteration": self.iteration,
-            "seconds": self.seconds,
-            "test_score": self.test_score,
-            "csv": self.csv,
-        }
-        files = {"checkpoint.pt": agent | progress, "agent.pt": agent}
+        progress = {name: getattr(self, name) for name in self.saved_names}
+        checkpoint = agent | progress | {"optimizer": self.optimizer.state_dict()}
+        files = {"checkpoint.pt": checkpoint, "agent.pt": agent}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1153,25 +1141,23 @@ class Run:
 
     def restore(self, saved):
         """Continue from the content of a checkpoint."""
-        try:
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.iteration = int(saved["iteration"])
-            self.seconds = float(saved["seconds"])
-            self.test_score = str(saved["test_score"])
-            self.csv = {name: str(saved["csv"][name]) for name in self.csv}
-        except Exception as error:  # a damaged or foreign file may raise anything
-            raise UserError(f"{self.folder}/checkpoint.pt is damaged: {one_line(error)}") from None
+        self.agent.load_state_dict(saved["weights"])
+        self.agent.trained_steps = saved["step"]
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for name in self.saved_names:
+            setattr(self, name, saved[name])
 
 
 def run_iterations(run):
-    """Iterate until the run is finished; if it is interrupted, print how to continue it."""
+    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
     rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
     try:
         if RANK == 0:
             print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-            print(where, flush=True)
+            print(
+                f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True
+            )
             run.save()  # creates the folder, or brings all files back to the checkpoint
         while not run.finished:
             train_iteration(run)
@@ -1185,39 +1171,6 @@ def run_iterations(run):
         reason = f"process {RANK} lost the others ({one_line(error)})"
         raise RunError(f"{reason}; {run.hint}") from None
     return run.agent
-
-
-def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
-    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    agent.config, envs, test_envs = prepare(replace(agent.config, **changes), make_tasks)
-    run = Run(folder, agent.to(agent.config.device), envs, test_envs)
-    run.restore(saved)
-    if run.finished:
-        if RANK == 0:
-            run.save()  # the last one may have been interrupted after the checkpoint
-        raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
-    return run_iterations(run)
-
-
-def prepare(config, make_tasks):
-    """Check a Config, resolve its device and threads, make training and test environments."""
-    check_config(config)
-    torch.set_num_threads(config.threads or os.cpu_count())
-    device = pick_device(config.device)
-    join_processes(device)
-    config = replace(config, device=str(device), threads=torch.get_num_threads())
-    if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-        multiple = f"multiples of {WORLD_SIZE}, the number of processes"
-        raise UserError(f"--num-tasks and --minibatch must be {multiple}")
-
-    num_tasks = config.num_tasks // WORLD_SIZE
-    envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-    envs.sample_tasks(np.random.default_rng(0), num_tasks)  # raises now if num_tasks does not fit
-    test_envs = {}
-    for split in envs.splits[1:]:  # all but "train"
-        test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
-    return config, envs, test_envs
 
 
 def load_file(path, agent_class):
@@ -1274,26 +1227,23 @@ def table(returns, success, envs):
     parts = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
         parts |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
-
     lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
     for name, part in parts.items():
-        values = returns[part]
-        mean = score(values, success[part])
+        values, mean = returns[part], score(returns[part], success[part])
         lines.append(f"{name:>28}{mean:>18}{values.std():>10.1f}{values.min():>10.1f}")
     return "\n".join(lines)
 
 
 def print_progress(run, speed, train_score):
     """A live line in a terminal, plain lines in a pipe; at the end the table of the meta-test."""
-    terminal = sys.stdout.isatty()
     steps = run.agent.trained_steps / 1e6
     total = run.total_iterations * run.steps_per_iteration / 1e6
     minutes, seconds = divmod(int((total / steps - 1) * run.seconds), 60)
     line = f"{steps:.3f}/{total:.3f} M steps, {speed:,.0f}/s, {minutes}:{seconds:02d} left; "
     line += f"return: test {run.test_score}, train {train_score}"
-    if terminal:
+    if sys.stdout.isatty():
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
-    print(line, end="" if terminal and not run.finished else "\n", flush=True)
+    print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
     if run.finished:
         print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
         print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
@@ -1319,13 +1269,8 @@ def csv_text(rows, header):
     return "\n".join(lines) + "\n"
 
 
-# ---- 11. Several processes -----------------------------------------------------------------------
-#
 # With torchrun each process has its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights.
-
-RANK = int(os.environ.get("RANK", 0))  # number of this process; torchrun sets both
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # number of processes
 
 
 def sum_over_processes(x):
@@ -1373,17 +1318,7 @@ def pick_device(name):
     return torch.device(name)
 
 
-# ---- 12. Command line ----------------------------------------------------------------------------
-#
-# User errors and broken runs are reported in one line.
-
-
-class UserError(Exception):
-    """An error the user can fix: printed as one line, exit status 2."""
-
-
-class RunError(Exception):
-    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
+# ---- 11. Command line ----------------------------------------------------------------------------
 
 
 def flag(name):
@@ -1403,7 +1338,7 @@ def check_config(config):
         if type(value) not in ((int, float) if f.type is float else (f.type,)):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
-            raise UserError(f"{flag(f.name)} must be between {low:g} and {high:g}, not {value}")
+            raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
 
@@ -1423,9 +1358,8 @@ def integer(text):
 def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     text = sys.modules[agent_class.__module__].__doc__ or ""
-    text = text.split("\nSections")[0]  # without the map
     parser = Parser(
-        description=text,
+        description=text.split("\nSections")[0],  # without the map
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -1434,8 +1368,7 @@ def make_parser(agent_class, env):
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
     group.add_argument("--split", help="with --eval: test (default), ood or train tasks")
-    episodes = f"with --eval: episodes per task ({FINAL_EPISODES})"
-    group.add_argument("--episodes", type=integer, help=episodes)
+    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
     either.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
@@ -1498,10 +1431,9 @@ def eval_command(path, typed, make_tasks, agent_class):
     sample = "sample" in typed or (envs.sample_at_test and "mean" not in typed)
     result = meta_test(agent, envs, episodes, sample)
     rows = eval_rows(agent, split, sample, *result)
-    title = (
-        f"{agent.name}, {agent.trained_steps:,} steps of {config.env}; {num_tasks} {split} tasks"
-    )
-    print(f"{title}, {rows[0]['actions']} actions:\n{table(*result, envs)}")
+    title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
+    print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
+    print(table(*result, envs))
     if "csv" in typed:
         Path(typed["csv"]).write_text(csv_text(rows, header=True))
 
