@@ -761,14 +761,16 @@ class TrMRL(Agent):
 
 
 class Player:
-    """An agent that plays R tasks at once, for at most T steps. NumPy in and out:
+    """An agent that plays R tasks at once, NumPy in and out. An episode:
 
-    player = Player(agent, envs.num_envs)
-    observation, _ = envs.reset(seed=0)
-    for t in range(200):
-        action = player.act(observation)
-        observation, reward, terminated, truncated, _ = envs.step(action)
-        player.observe(observation, reward, terminated, truncated)
+        player = Player(agent, envs.num_envs)
+        observation, _ = envs.reset(seed=0)
+        for t in range(envs.episode_length):
+            action = player.act(observation)
+            observation, reward, terminated, truncated, _ = envs.step(action)
+            player.observe(observation, reward, terminated, truncated)
+
+    It remembers at most max_steps steps. `collect` below shows how to go on after an episode.
     """
 
     def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
@@ -803,8 +805,8 @@ class Player:
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
         # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
         # before eta_t is written and the memory cleared, as if the episode went on.
-        last = t == trials.value.shape[1] - 1
-        ends = terminated | (truncated & clear_memory) | last
+        row_ends = t == trials.value.shape[1] - 1
+        ends = terminated | (truncated & clear_memory) | row_ends
         trials.ends[:, t] = trials.tensor(ends)
         if (ends & ~terminated).any():
             _, _, value = self.agent.act(trials, t + 1, sample=False)
@@ -971,23 +973,35 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    check_config(config)
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
+    folder = Path(str(config.run_dir or default))
     if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
     return run_iterations(Run(folder, config, make_tasks, agent_class))
 
 
-def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
-    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.restore(saved)
-    if not run.finished:
-        return run_iterations(run)
-    if RANK == 0:
-        run.save()  # the last one may have been interrupted after the checkpoint
-    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+def run_iterations(run):
+    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
+    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
+    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+    try:
+        if RANK == 0:
+            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+            print(where, flush=True)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            train_iteration(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.hint}", file=sys.stderr)
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise  # gloo raises plain RuntimeErrors
+        reason = f"process {RANK} lost the others ({one_line(error)})"
+        raise RunError(f"{reason}; {run.hint}") from None
+    return run.agent
 
 
 def train_iteration(run):
@@ -1041,8 +1055,8 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    last = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, last) if run.finished else last
+    scored = run.agent.test_episodes  # the episode whose mean is shown
+    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
     for split, envs in run.test_envs.items():
         returns, success = meta_test(run.agent, envs, episodes)
         rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
@@ -1051,7 +1065,7 @@ def test_all_splits(run):
             rows += eval_rows(run.agent, split, False, *result)
         run.add_rows("eval.csv", rows)
         if split == "test":
-            run.test_score = score(returns[:, last - 1], success[:, last - 1])
+            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
             run.test_table = table(returns, success, envs)
 
 
@@ -1148,29 +1162,16 @@ class Run:
             setattr(self, name, saved[name])
 
 
-def run_iterations(run):
-    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
-    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-    try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            print(
-                f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True
-            )
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            train_iteration(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.hint}", file=sys.stderr)
-        raise
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise  # gloo raises plain RuntimeErrors
-        reason = f"process {RANK} lost the others ({one_line(error)})"
-        raise RunError(f"{reason}; {run.hint}") from None
-    return run.agent
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
+    run.restore(saved)
+    if not run.finished:
+        return run_iterations(run)
+    if RANK == 0:
+        run.save()  # the last one may have been interrupted after the checkpoint
+    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
 
 
 def load_file(path, agent_class):
