@@ -104,6 +104,10 @@ def setting(group, default, help, low=0, high=10**9):
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
+# Fields that a baseline with another memory than the transformer does not use.
+MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
+
+
 @dataclass
 class Config:
     # A baseline overrides these two: its presets, and the names of the fields that it does not use.
