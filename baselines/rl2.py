@@ -35,7 +35,7 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
-    minibatch: int = setting("PPO", 400, "steps per gradient step, in whole segments", low=2)
+    minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
 
 
 def gru_inputs(trials, row, t):
