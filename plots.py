@@ -44,17 +44,20 @@ BLUE, RED, GREY = "#0b5fa5", "#c0392b", "#666666"
 BAND = dict(color=BLUE, alpha=0.18, linewidth=0)  # velocities close to the target
 NOTE = dict(color=RED, ha="right", bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
 STYLE = {
+    "axes.axisbelow": True,
     "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
+    "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
     "figure.titlesize": 11,
     "font.size": 9.5,
     "grid.color": "#e3e3e3",
     "legend.frameon": False,
     "legend.handlelength": 3.2,
+    "lines.markersize": 4.5,
     "pdf.fonttype": 42,  # letters stay letters
     "savefig.dpi": 200,
     "xtick.color": GREY,
@@ -66,8 +69,8 @@ AGENTS = {  # label, colour, line, marker
     "trmrl": ("TrMRL", BLUE, "-", "o"),
     "rl2": ("RL²", "#e08214", "--", "s"),
     "varibad": ("VariBAD", "#2c8c5a", "-.", "D"),
-    "pearl": ("PEARL", "#a45cc0", (0, (1, 1)), "v"),
-    "maml": ("MAML", "#a8860b", (0, (5, 1, 1, 1, 1, 1)), "P"),
+    "pearl": ("PEARL", "#c07fd8", (0, (1, 1)), "v"),
+    "maml": ("MAML", "#8c6d1f", (0, (5, 1, 1, 1, 1, 1)), "P"),
     "oracle": ("oracle", "#333333", ":", "^"),
     "yours": ("your run", RED, "-", "*"),
 }
@@ -269,8 +272,8 @@ def draw_curve(ax, curves, label, color, linestyle, marker, unit=1, lines=False)
     x = np.array(x) / unit
     width = 2 if len(seeds) > 1 else 1
     style = dict(color=color, linestyle=linestyle, linewidth=width, marker=marker)
-    # Markers at equal distances on paper, also if steps are logarithmic.
-    ax.plot(x, seeds.mean(axis=0), label=label, markevery=0.15, zorder=3, **style)
+    every = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
+    ax.plot(x, seeds.mean(axis=0), label=label, markevery=every, zorder=3, **style)
     if lines:
         ax.plot(x, seeds.T, color=color, linewidth=0.6, alpha=0.6)
     elif len(seeds) > 1:
@@ -292,14 +295,14 @@ def meta_training(ax, curves, looks, env="", lines=False):
     ax.xaxis.set_major_formatter("{x:g}")
 
     # The collapse of one seed must not squeeze all curves.
-    if env == "halfcheetah_vel" and ax.dataLim.y1 > -340:
-        ax.set_ylim(bottom=-340)
     low, high = ax.get_ylim()
+    if env == "halfcheetah_vel" and high > -340:
+        low, high = ax.set_ylim(-340, max(high, -250))
     for y, (words, place) in REFERENCES.get(env, {}).items():
         if low < y < high:
             ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-            right = dict(transform=ax.get_yaxis_transform(), ha="right", va=place)
-            ax.text(0.99, y, words, fontsize=8, color=GREY, **right)
+            look = NOTE | dict(color=GREY, fontsize=8, va=place, zorder=2)
+            ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
 
 
 def adaptation(ax, curves, looks, env=""):
@@ -409,19 +412,21 @@ def draw_ablation(which, runs, options):
     key = ablation_key(which)
     ours = ablation_runs(which, runs)
     keys = sorted({key(run) for run in ours})
-    if len(keys) > 1:
+    variants = [env for env, _ in {(run.env, key(run)) for run in ours}]
+    ours = [run for run in ours if variants.count(run.env) > 1]
+    if ours:
         # The default looks the same in all ablations.
         default = tuple(getattr(trmrl.Config(), name) for name in names)
         order = sorted(keys, key=lambda k: k != default)
-        variants = dict(zip(order, itertools.cycle(AGENTS.values())))
-        looks = {k: (ablation_label(which, k), *variants[k][1:]) for k in keys}
+        styles = dict(zip(order, itertools.cycle(AGENTS.values())))
+        looks = {k: (ablation_label(which, k), *styles[k][1:]) for k in keys}
         how = learning_curve, partial(meta_training, lines=True), "episode 1"
         draw_runs(f"ablation_{which}", ours, options, *how, key=key, looks=looks)
 
     missing = [k for k in wanted if k not in keys]
     if missing:
         flags = " ".join(f"{trmrl.flag(name)} {v}" for name, v in zip(names, missing[0]))
-        flags = flags.replace("--tfixup True", "").replace("--tfixup False", "--no-tfixup")
+        flags = flags.replace(" --tfixup True", "").replace("--tfixup False", "--no-tfixup")
         command = f"python trmrl.py --total-steps 6e5 {flags} --run-dir runs/ablations/{which}/a1"
         return f"no run has {'; '.join(ablation_label(which, k) for k in missing)}: {command}"
 
@@ -433,8 +438,7 @@ def draw_compare(runs, options):
         raise trmrl.UserError(f"--compare takes a run with a meta-test, not {options.compare}")
     yours = found[0]
     yours.yours = True
-    own = yours.path.resolve()
-    ours = [run for run in runs if run.env == yours.env and run.path.resolve() != own]
+    ours = [run for run in runs if run.env == yours.env and not run.path.samefile(yours.path)]
     for name in options.figures or ["meta_training"]:
         (FIGURES | OTHERS)[name]([*ours, yours], options)
 
@@ -442,9 +446,9 @@ def draw_compare(runs, options):
     last = max(curve)
     line = f"after {last / 1e6:.2f} M steps: {yours.value} {curve[last]:.4g}"
     reached = []
-    for run in ours:
+    for run in [run for run in ours if run.agent == yours.agent and not run.ablation]:
         points = learning_curve(run)
-        if points and run.agent == yours.agent and not run.ablation:
+        if points and last >= min(points):
             reached.append(np.interp(last, list(points), list(points.values())))
     if reached:
         low, high = min(reached), max(reached)
@@ -526,6 +530,7 @@ def online_adaptation(axes, velocity, targets, steps=60):
             ax.axvline(reached, color=RED, linewidth=0.8)
             ax.plot(reached, v[reached], "o", color=RED)
         ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
+        ax.margins(y=0.2)
         ax.set_title(f"{target:.1f} m/s")
         ax.set_xticks(range(0, steps + 1, 20))
         ax.set_xlim(-2, steps)
@@ -701,16 +706,15 @@ def draw_attention(agents, options):
     shown = 13
     target = TEST_TARGETS[shown]
     velocity = trials.info["x_velocity"][shown, :steps]
-
     cells = [["top", "."], ["image", "bars"]]
     ratios = dict(width_ratios=[3, 1], height_ratios=[1, 2])
     figure, axes = plt.subplot_mosaic(cells, figsize=(WIDTH, 3.2), **ratios)
     top, image, bars = axes["top"], axes["image"], axes["bars"]
     top.sharex(image)
     bars.sharey(image)
-
     top.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
     top.plot(velocity, color=BLUE)
+    top.margins(y=0.5)
     top.set(ylabel="velocity\n(m/s)", title=f"one task: {target:.3g} m/s (darker: more attention)")
     reached = settled(velocity, target)
     words = "not settled"
@@ -727,7 +731,6 @@ def draw_attention(agents, options):
     image.set_xlim(-0.5, steps - 0.5)
     image.set_yticks(np.arange(0, N, max(1, N // 10)))
     image.grid(False)
-
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
     bars.set(xlabel="attention", title=f"mean of {len(weights)} tasks")
     return figure
@@ -839,8 +842,8 @@ def photograph(models, positions, goals):
             mujoco.gl_context.GLContext = GLContext
         return np.array([render(*each) for each in zip(models, positions, goals)])
     except Exception as error:  # whatever a missing library provokes
-        reason = trmrl.one_line(error)
-        raise trmrl.UserError(f"film needs OpenGL, such as Debian's libegl1 ({reason})") from None
+        needs = "film needs off-screen OpenGL, such as Debian's libegl1"
+        raise trmrl.UserError(f"{needs} ({trmrl.one_line(error)})") from None
 
 
 def film(frames, values, captions, ylabel, targets=()):
@@ -1064,7 +1067,6 @@ def episode_cell(seeds, episode, spread=False, **wanted):
     values = [curve.get(episode, math.nan) for curve in curves]
     if np.isnan(values).any():
         return "-"
-
     digits = int(abs(np.mean(values)) < 200)
 
     def show(x):
