@@ -801,7 +801,7 @@ def record(agent, envs, tasks, steps):
     for _ in range(steps):
         action = player.act(observation, sample=envs.sample_at_test)
         observation, reward, terminated, truncated, info = envs.step(action)
-        player.observe(action, reward, terminated, truncated)
+        player.observe(observation, reward, terminated, truncated)
         if hasattr(envs, "arms"):
             positions.append([arm.data.qpos.copy() for arm in envs.arms])
         else:
@@ -975,10 +975,9 @@ def network_alone(agent):
 def all_works(env, device, **changes):
     """{(group, what): (work, steps)} for the preset of an env."""
     config = trmrl.Config(env=env, device=device, **changes)
-    config, envs, _ = trmrl.prepare(config, trmrl.make_tasks)
-    agent = trmrl.TrMRL(config, envs.sizes).to(config.device)
-    optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
-    generator = torch.Generator(config.device)
+    run = trmrl.Run("", config, trmrl.make_tasks, trmrl.TrMRL)
+    agent, envs = run.agent, run.envs
+    generator = torch.Generator(agent.device)
     bodies = [lambda: gymnasium.make(BODIES[env])] * envs.num_envs
     by_hand = gymnasium.vector.AutoresetMode.DISABLED
     gym_envs = gymnasium.vector.SyncVectorEnv(bodies, autoreset_mode=by_hand)
@@ -988,7 +987,7 @@ def all_works(env, device, **changes):
         return trmrl.collect(agent, envs, envs.tasks, envs.episode_length, True, 0)
 
     def update(trials):
-        agent.update(trials, optimizer, generator)
+        agent.update(trials, run.optimizer, generator)
 
     return {
         ("physics", "raw MuJoCo"): raw_physics(envs),
