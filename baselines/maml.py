@@ -62,9 +62,9 @@ class Config(trmrl.Config):
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# The baseline is linear, as that of Duan et al. (2016). The usual code fits it to the 20 episodes of
-# a task. Fitted to our single episode it would explain the noise away, so we fit it to all tasks of
-# the previous batch. The mean reward of a row tells it the task: what a velocity is worth, say,
+# The baseline is linear, as that of Duan et al. (2016). The usual code fits it to the 20 episodes
+# of a task. Fitted to our single episode it would explain the noise away, so we fit it to all tasks
+# of the previous batch. The mean reward of a row tells it the task: what a velocity is worth, say,
 # depends on the task.
 
 
