@@ -88,10 +88,10 @@ def ablation(name, variants, flags, minutes, seeds=MAIN_SEEDS):
 
 def all_runs():
     one, three = (1,), MAIN_SEEDS
-    quick = {"trmrl": (10, three), "rl2": (10, three), "oracle": (6, three)}
-    slow = {"varibad": (20, three), "pearl": (50, three), "maml": (50, three)}
+    quick = {"trmrl": (12, three), "rl2": (10, three), "oracle": (7, three)}
+    slow = {"varibad": (18, three), "pearl": (50, three), "maml": (45, three)}
     yield from comparison("halfcheetah_vel", quick | slow)
-    quick = {"trmrl": (38, three), "rl2": (38, three), "oracle": (30, three)}
+    quick = {"trmrl": (50, three), "rl2": (45, three), "oracle": (40, three)}
     slow = {"varibad": (50, three), "pearl": (50, three), "maml": (50, three)}
     yield from comparison("ant_dir", quick | slow)
     others = {"rl2": (45, one), "varibad": (45, one), "oracle": (45, one)}
@@ -117,7 +117,8 @@ def all_runs():
     lengths = {f"reach-n{n}": f"--memory-length {n}" for n in (1, 25, 50)}
     yield from ablation("memory", lengths, reach, 15, seeds=one)
     yield from ablation("layers", {"reach-l4": "--layers 4"}, reach, 15, seeds=one)
-    yield from ablation("tfixup", {"reach-off-l2": f"--layers 2 {off}"}, reach, 12, seeds=one)
+    shallow = {"reach-on-l2": "--layers 2", "reach-off-l2": f"--layers 2 {off}"}
+    yield from ablation("tfixup", shallow, reach, 12, seeds=one)
     yield from ablation("refinement", {"l4": "--layers 4"}, "--env halfcheetah_vel", 25)
 
 
