@@ -32,10 +32,13 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
     10. Runs                starting, saving, resuming; several processes
     11. Command line        flags, and errors that fit on one line
 
-Letters: R rows of T steps (a row is an episode or a trial, section 3), M steps of any rows in one
-forward pass, N memory slots, L layers, E episodes per trial; S, A, k and d are the sizes of a
-state, an action, a task and a memory. The main differences from the paper are noted where they
-occur; docs/differences.md lists all.
+By default every episode begins with an empty memory, as in Algorithm 1; --keep-memory carries it
+through the E episodes of a trial, as "Meta-Training" of Sec. 5.1 suggests. Other differences from
+the paper are noted where they occur; docs/differences.md lists all.
+
+Letters: a buffer has R rows of T steps, and a forward pass takes M of these steps, of any rows; N
+memory slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a
+task and a memory.
 """
 
 import argparse
@@ -64,9 +67,33 @@ from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
 
-# torchrun sets both (section 10). Without it, this is process 0 of 1.
+# With torchrun each process has its share of the tasks and of every minibatch. Gradients are
+# averaged and statistics merged, so that all processes keep the same weights. Without torchrun
+# this is process 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def sum_over_processes(x):
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
+
+
+def average_gradients(agent):
+    """Replace each gradient by its mean across all processes, in one message."""
+    if WORLD_SIZE > 1:
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
 
 
 class UserError(Exception):
@@ -77,6 +104,12 @@ class RunError(Exception):
     """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
 
 
+def did_you_mean(typed, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(typed, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
 # Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
@@ -84,13 +117,20 @@ class RunError(Exception):
 # ant's preset with a different learning rate.
 
 # The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
-# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
-# N = 50 on ML1-Reach.
+# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, as many layers as
+# possible and N = 50 on ML1-Reach.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1)
-METAWORLD |= dict(init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
+METAWORLD = dict(
+    episodes_per_trial=1,
+    memory_length=40,
+    layers=1,
+    init_std=0.7,
+    gamma=0.98,
+    gae_lambda=0.95,
+    lr=3e-4,
+)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -102,6 +142,10 @@ PRESETS = {
 def setting(group, default, help, low=0, high=10**9):
     """A field of Config: its group in --help, its default, its meaning and its bounds."""
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
+
+
+# Fields that a baseline with another memory than the transformer does not use.
+MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
 
 
 @dataclass
@@ -153,16 +197,16 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """A trial is E rows of one episode each, or with --keep-memory one row (section 3)."""
+        """A trial is E rows of one episode length, or with --keep-memory one row (section 3)."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
-# The tasks of a family share a robot and differ in a hidden goal (in ML45-Train also in the
-# objects), which the agent must infer from its rewards. All tasks of a batch are stepped together,
-# as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
-# half-cheetah and ant are those of the authors' release, without the ant's tiny contact cost.
+# The tasks of a family share a robot and differ in a hidden goal (on MetaWorld also in the object
+# or its place), which the agent must infer from its rewards. All tasks of a batch are stepped
+# together, as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths
+# of half-cheetah and ant are those of the authors' release, without the ant's tiny contact cost.
 
 
 class TaskFamily(VectorEnv):
@@ -197,6 +241,7 @@ class TaskFamily(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_tasks)
         self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
         if split == "train":
+            # Training replaces these in every iteration.
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
         else:
             self.tasks = self.fixed_tasks(split, num_tasks)
@@ -338,7 +383,10 @@ def metaworld_goals(env):
         benchmark = metaworld.ML1(name, seed=0)
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     else:
-        names = ["ml1_" + known[:-3].replace("-", "_") for known in metaworld.ALL_V3_ENVIRONMENTS]
+        names = [
+            "ml1_" + known.removesuffix("-v3").replace("-", "_")
+            for known in metaworld.ALL_V3_ENVIRONMENTS
+        ]
         raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
 
     classes = list(benchmark.train_classes)
@@ -369,6 +417,7 @@ class MetaWorldFamily(TaskFamily):
         super().__init__(num_tasks, seed, split, state_size=39, action_size=4)
 
     def sample_tasks(self, rng, n):
+        # One random order of the 50 goals, the same for all classes.
         return self.goals_in_turn(rng.permutation(self.train_goals, axis=1), n)
 
     def fixed_tasks(self, split, n):
@@ -377,8 +426,7 @@ class MetaWorldFamily(TaskFamily):
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            classes = f"not a multiple of the {len(self.classes)} classes"
-            raise UserError(f"--num-tasks or --eval-tasks: {n} per process is {classes}")
+            raise UserError(f"{n} tasks: each process needs a multiple of {len(self.classes)}")
         turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
@@ -439,7 +487,13 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of Trials. With --keep-memory, and in a meta-test, they follow each other in one row. A
-# fall ends an episode early; the next one then begins at once, in the same row.
+# fall ends an episode early; the next one then begins at once, in the same row. How things end:
+#
+#                      eta   memory   trajectory of PPO   value of the next state
+#     fall             1     cleared  ends                0
+#     time limit       1     cleared  ends                bootstrapped
+#      --keep-memory   1     kept     continues           that of the next episode
+#     end of the row   -     -        ends                bootstrapped
 
 
 class Trials:
@@ -463,8 +517,8 @@ class Trials:
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
         self.stored = {}  # what baselines remember instead, such as a recurrent state
 
-        # Actions and predictions. Noise is drawn in advance, because an agent may be asked twice
-        # about a step: for its value, then for its action.
+        # Actions and predictions. Noise is drawn in advance: an agent that is asked twice gives the
+        # same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
@@ -750,8 +804,8 @@ class TrMRL(Agent):
     def recall(self, trials, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
         tokens, current = window(trials, row, t, self.config.memory_length)
-        working_memories = self.phi(tokens) + self.positions  # (M, N, d), Sec. 3.2
-        return self.transformer(working_memories, current)
+        e0 = self.phi(tokens) + self.positions  # (M, N, d): working memories and positions
+        return self.transformer(e0, current)
 
 
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
@@ -761,14 +815,16 @@ class TrMRL(Agent):
 
 
 class Player:
-    """An agent that plays R tasks at once, for at most T steps. NumPy in and out:
+    """An agent that plays R tasks at once, NumPy in and out. An episode:
 
-    player = Player(agent, envs.num_envs)
-    observation, _ = envs.reset(seed=0)
-    for t in range(200):
-        action = player.act(observation)
-        observation, reward, terminated, truncated, _ = envs.step(action)
-        player.observe(observation, reward, terminated, truncated)
+        player = Player(agent, envs.num_envs)
+        observation, _ = envs.reset(seed=0)
+        for t in range(envs.episode_length):
+            action = player.act(observation)
+            observation, reward, terminated, truncated, _ = envs.step(action)
+            player.observe(observation, reward, terminated, truncated)
+
+    It plays at most max_steps steps. `collect` below shows how to go on after an episode.
     """
 
     def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
@@ -803,8 +859,8 @@ class Player:
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
         # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
         # before eta_t is written and the memory cleared, as if the episode went on.
-        last = t == trials.value.shape[1] - 1
-        ends = terminated | (truncated & clear_memory) | last
+        row_ends = t == trials.value.shape[1] - 1
+        ends = terminated | (truncated & clear_memory) | row_ends
         trials.ends[:, t] = trials.tensor(ends)
         if (ends & ~terminated).any():
             _, _, value = self.agent.act(trials, t + 1, sample=False)
@@ -834,7 +890,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
     """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Trials."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
     player = Player(agent, envs.num_envs, steps, noise_seed)
-    player.trials.task = player.trials.tensor(tasks).float()
+    player.trials.task = player.trials.tensor(np.asarray(tasks, dtype=np.float32))
     infos = []
 
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
@@ -859,7 +915,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
 # as if the episode went on. With --keep-memory the trajectory is the paper's, except that a fall
 # ends it with value 0: otherwise falling would buy a fresh start. Also ours: scaled rewards,
-# standardised advantages, no entropy bonus, learning rates that fall.
+# standardised advantages, the weight 0.5 of the value loss, no entropy bonus, learning rates that
+# fall.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -883,7 +940,7 @@ def advantages_and_targets(agent, trials):
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
     reward = (1 - config.gamma) / root_mean_square * trials.reward
 
-    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; a row always ends with an end
+    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the 1 is replaced below
     next_value = torch.where(trials.ends, trials.end_value, next_value)
     advantage = gae(reward, trials.value, next_value, ~trials.ends, config.gamma, config.gae_lambda)
     value_target = advantage + trials.value
@@ -936,7 +993,7 @@ def ppo_update(agent, trials, optimizer, generator):
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - trials.value).reshape(-1, 1))
     means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
-    return dict(zip(metrics, means.tolist())) | {  # every minibatch has the same metrics
+    return dict(zip(metrics, means.tolist())) | {
         "updates": len(history),
         "explained_variance": 1 - (error_var / (target_var + 1e-8)).item(),
         "std": agent.log_std.exp().mean().item(),
@@ -964,30 +1021,42 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
 # The outer loop. A Run (section 10) holds the agent, its environments, its optimizer and its files.
-# Every random number of training follows from the seed, the iteration and the process. A run that
-# is resumed with the same processes, threads and device therefore ends as if it had never been
+# Every random number of training follows from the seed, the iteration and the process. On a CPU, a
+# run that is resumed with the same processes and threads therefore ends as if it had never been
 # interrupted.
 
 
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    check_config(config)
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
-    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+    default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
+    folder = Path(str(config.run_dir or default))
+    if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
     return run_iterations(Run(folder, config, make_tasks, agent_class))
 
 
-def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
-    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.restore(saved)
-    if not run.finished:
-        return run_iterations(run)
-    if RANK == 0:
-        run.save()  # the last one may have been interrupted after the checkpoint
-    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+def run_iterations(run):
+    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
+    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
+    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+    try:
+        if RANK == 0:
+            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+            print(where, flush=True)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            train_iteration(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.hint}", file=sys.stderr)
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise  # gloo raises plain RuntimeErrors
+        reason = f"process {RANK} lost the others ({one_line(error)})"
+        raise RunError(f"{reason}; {run.hint}") from None
+    return run.agent
 
 
 def train_iteration(run):
@@ -1041,8 +1110,8 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    last = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, last) if run.finished else last
+    scored_episode = run.agent.test_episodes
+    episodes = max(FINAL_EPISODES, scored_episode) if run.finished else scored_episode
     for split, envs in run.test_envs.items():
         returns, success = meta_test(run.agent, envs, episodes)
         rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
@@ -1051,7 +1120,7 @@ def test_all_splits(run):
             rows += eval_rows(run.agent, split, False, *result)
         run.add_rows("eval.csv", rows)
         if split == "test":
-            run.test_score = score(returns[:, last - 1], success[:, last - 1])
+            run.test_score = score(returns[:, scored_episode - 1], success[:, scored_episode - 1])
             run.test_table = table(returns, success, envs)
 
 
@@ -1077,7 +1146,9 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
         if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-            raise UserError(f"--num-tasks and --minibatch: not multiples of {WORLD_SIZE} processes")
+            raise UserError(
+                f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE} processes"
+            )
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
@@ -1148,29 +1219,16 @@ class Run:
             setattr(self, name, saved[name])
 
 
-def run_iterations(run):
-    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
-    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-    try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            print(
-                f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True
-            )
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            train_iteration(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.hint}", file=sys.stderr)
-        raise
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise  # gloo raises plain RuntimeErrors
-        reason = f"process {RANK} lost the others ({one_line(error)})"
-        raise RunError(f"{reason}; {run.hint}") from None
-    return run.agent
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
+    run.restore(saved)
+    if not run.finished:
+        return run_iterations(run)
+    if RANK == 0:
+        run.save()  # the last one may have been interrupted after the checkpoint
+    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
 
 
 def load_file(path, agent_class):
@@ -1269,32 +1327,6 @@ def csv_text(rows, header):
     return "\n".join(lines) + "\n"
 
 
-# With torchrun each process has its share of the tasks and of every minibatch. Gradients are
-# averaged and statistics merged, so that all processes keep the same weights.
-
-
-def sum_over_processes(x):
-    if WORLD_SIZE > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
-
-
-def average_gradients(agent):
-    """Replace each gradient by its mean across all processes, in one message."""
-    if WORLD_SIZE > 1:
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
-
-
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
@@ -1323,12 +1355,6 @@ def pick_device(name):
 
 def flag(name):
     return "--" + name.replace("_", "-")
-
-
-def did_you_mean(typed, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(typed, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_config(config):
@@ -1443,6 +1469,8 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
+        if "eval" in typed and RANK > 0:
+            raise UserError("--eval takes one process")
         if "eval" in typed:
             eval_command(typed.pop("eval"), typed, make_tasks, agent_class)
         elif "resume" in typed:

@@ -4,16 +4,17 @@
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. The
 agent explores a task with theta for E - 1 episodes. It then takes the inner step, theta' = theta +
 alpha grad J(theta), and acts with theta' from then on. Meta-training maximises what theta' earns,
-so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO takes as
-long an outer step as changes the adapted policies by at most a given KL divergence.
+so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO makes the
+outer step as long as possible while the adapted policies change by at most a given KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel                    # meta-train
     python -m baselines.maml --eval runs/halfcheetah_vel/maml-seed1   # meta-test
     python -m baselines.maml --help                                   # every setting
 
-The policy has no memory. It learns from the randomness of its own actions, so it samples while it
-explores, in meta-tests as well. The paper gathers 20 episodes for an inner step. Here, as for every
-agent of this project, one row of experience is all there is of a task, so one episode must do.
+The policy has no memory. The inner step learns from the randomness of the actions, so the agent
+samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step.
+Here, as for every agent of this project, one row of experience is all there is of a task, so one
+episode must do.
 
 Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A numbers of a state
 and an action; P weights of the policy, as one vector; F features.
@@ -39,7 +40,7 @@ FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
 
 # ---- Configuration -------------------------------------------------------------------------------
 
-COMMON = dict(episodes_per_trial=2, lr=0.0)  # no Adam
+COMMON = dict(episodes_per_trial=2, lr=0.0)  # TRPO, not Adam, changes the weights
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=10_000_000, num_tasks=40)
 PRESETS["halfcheetah_vel"] |= dict(init_std=0.5, gamma=0.9, gae_lambda=0.8)
@@ -49,7 +50,7 @@ PRESETS["ant_dir"] |= dict(total_steps=10_000_000, num_tasks=40)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
+    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2, high=5)
@@ -210,12 +211,12 @@ class Maml(trmrl.Agent):
         return trials
 
     def act(self, trials, t, sample):
-        """Explore with theta, then act with theta'; the value is 0, because nothing asks for it."""
+        """Explore with theta, then act with theta'; the value is 0: MAML has no value function."""
         explorations = self.config.episodes_per_trial - 1
         done = trials.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # Adapt the rows whose exploration has just ended. A second call does the same again.
+        # Adapt the rows whose exploration has just ended. A second call repeats the first.
         if t > 0:
             row = (done[:, -1] & (episode == explorations)).nonzero().squeeze(-1)
             if len(row) > 0:

@@ -2,8 +2,8 @@
 """The oracle: an agent that is told the task.
 
 It needs no memory, because it has nothing to infer: its policy is an MLP on the state and the task.
-What TrMRL falls short of it is the price of having to infer the task; what it itself falls short of
-the best possible is due to the body or to PPO.
+TrMRL's gap to the oracle is the price of inferring the task. The oracle's own gap to a perfect
+score is due to the robot and to PPO.
 
     python -m baselines.oracle --env halfcheetah_vel
 """
@@ -16,18 +16,21 @@ import torch
 
 import trmrl
 
-# An MLP learns faster at a higher rate than the transformer's.
+# An MLP tolerates a higher learning rate than the transformer.
 CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 
 
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
+    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model")
 
 
 class Oracle(trmrl.Agent):
-    """An agent whose memory is the state and the task. (A Player must set `trials.task` for it.)"""
+    """An agent whose memory is the state and the task.
+
+    To use it in a Player, set `player.trials.task` first.
+    """
 
     name = "oracle"
     command = "python -m baselines.oracle"

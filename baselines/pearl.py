@@ -23,11 +23,11 @@ The main differences from the paper:
 - A transition of the context is (s, a, r), without the next state.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   300 units. Ours: 16 tasks with 32 transitions, 128 units, and a gamma of 0.95 instead of 0.99.
-- SAC is the later version, with target Q functions and no value function. Observations are
-  normalised, and rewards are scaled so that Q is about 1.
+- SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
+  Observations are normalised, and rewards are scaled so that Q is about 1.
 
 Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z numbers of a
-state, an action and z; R rows of T steps per iteration.
+state, an action and z; R rows of T steps per iteration, of which the replay keeps K.
 """
 
 import copy
@@ -53,8 +53,8 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = ("memory_length", "layers", "heads", "d_model", "tfixup", "keep_memory")
-    unused += ("init_std", "gae_lambda", "clip", "epochs", "value_lr")
+    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
+    unused += ("clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
     latent_size: int = setting("agent", 5, "size of z", low=1)
@@ -68,75 +68,12 @@ class Config(trmrl.Config):
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 1e-4, "weight of the KL divergence to the prior")
-    target_rate: float = setting("SAC", 0.01, "step of the target Q functions", low=1e-6, high=1)
+    target_rate: float = setting(
+        "SAC", 0.01, "tau: how fast the target Q functions follow", low=1e-6, high=1
+    )
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
     final_lr: float = setting("SAC", 0.05, "lr falls linearly to this fraction", high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
-
-
-# ---- Replay --------------------------------------------------------------------------------------
-#
-# Every iteration appends its trials to a file in the run folder. The checkpoint knows how many
-# iterations the file has, so a crash does no harm: what comes after them is cut off.
-
-
-class Replay:
-    """The trials of the last K iterations, (K, R, T + 1, width), and their file.
-
-    The numbers of a step: observation (S), action (A), reward, terminated, timed_out. The last
-    column has an observation only.
-    """
-
-    def __init__(self, path, shape, capacity, iterations, device):
-        """`iterations`: how many the file holds; `capacity`: K, how many are kept in memory."""
-        self.path = path  # None: no file
-        self.iterations = iterations
-        self.trials = torch.zeros(capacity, *shape, device=device)
-        self.bytes_per_iteration = self.trials[0].nbytes  # of an iteration
-        self.check_file()
-        for i in range(max(0, iterations - capacity), iterations):
-            numbers = np.fromfile(
-                path, np.float32, math.prod(shape), offset=i * self.bytes_per_iteration
-            )
-            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
-
-    def check_file(self):
-        size = self.path.stat().st_size if self.path and self.path.is_file() else 0
-        if self.path and size < self.iterations * self.bytes_per_iteration:
-            raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
-
-    def append(self, trials):
-        """Add the trials of an iteration, (R, T + 1, width)."""
-        if self.path:
-            self.check_file()
-            with open(self.path, "ab") as f:
-                f.truncate(self.iterations * self.bytes_per_iteration)
-                f.write(trials.cpu().numpy().tobytes())
-                f.flush()
-                os.fsync(f.fileno())
-        self.trials[self.iterations % len(self.trials)] = trials
-        self.iterations += 1
-
-    def sample(self, config, generator):
-        """Steps of M trials: a context (M, C, width), and B steps and their next (M, B, width)."""
-        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
-        B = config.minibatch // M
-        K, R, columns, _ = self.trials.shape
-        T = columns - 1
-
-        def uniform(*shape):
-            return torch.rand(shape, generator=generator, device=self.trials.device)
-
-        # The square prefers recent trials: half of them are from the last quarter of the replay.
-        age = (uniform(M, 1).square() * min(self.iterations, K)).long()
-        iteration = (self.iterations - 1 - age) % K
-        row = (uniform(M, 1) * R).long()
-
-        # A context is from the first 1, ..., E episodes (of full length), as when the next begins.
-        episodes = 1 + (uniform(M, 1) * E).long()
-        t_context = (uniform(M, C) * episodes * T / E).long()
-        t = (uniform(M, B) * T).long()
-        return tuple(self.trials[iteration, row, step] for step in (t_context, t, t + 1))
 
 
 # ---- Agent ---------------------------------------------------------------------------------------
@@ -169,11 +106,17 @@ class Pearl(trmrl.Agent):
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
-        # In the checkpoint, which the replay itself is not.
+        # Saved in the checkpoint; the replay itself is not.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
-        return [dict(params=[p for p in self.parameters() if p.requires_grad], lr=self.config.lr)]
+        return [
+            dict(
+                params=[p for p in self.parameters() if p.requires_grad],
+                lr=self.config.lr,
+                eps=1e-8,
+            )
+        ]
 
     def new_trials(self, rows, steps, generator):
         trials = super().new_trials(rows, steps, generator)
@@ -207,7 +150,8 @@ class Pearl(trmrl.Agent):
             zeros = torch.zeros(M, self.config.latent_size, device=self.device)
             return zeros, zeros + 1
         transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
-        # q(z | c) ~ prod_n N(z; mean_n, var_n): precisions add up and weight the means.
+        # q(z | c) is proportional to prod_n N(z; mean_n, var_n): precisions add up and weight the
+        # means.
         mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
         precision = 1 / (F.softplus(raw_var) + 1e-6)
         var = 1 / precision.sum(dim=1)
@@ -222,7 +166,8 @@ class Pearl(trmrl.Agent):
         mean, log_std = self.policy(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum log N(u) - log(1 - tanh(u)^2); the last is stable as 4 / (e^u + e^-u)^2.
+        # log pi(a) = sum log N(u) - log(1 - tanh(u)^2). We write 1 - tanh(u)^2 as
+        # 4 / (e^u + e^-u)^2, whose logarithm stays finite.
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -234,13 +179,13 @@ class Pearl(trmrl.Agent):
 
     # ---- Learning --------------------------------------------------------------------------------
 
-    def losses(self, context, step, next_step, generator):
+    def losses(self, context, batch, next_batch, generator):
         """The loss of everything that is learned, and metrics."""
         # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
-        state, action, reward, terminated, timed_out = self.unpack(step)
-        next_state = self.unpack(next_step)[0]
+        state, action, reward, terminated, timed_out = self.unpack(batch)
+        next_state = self.unpack(next_batch)[0]
 
         def noise_like(x):
             return torch.randn(x.shape, generator=generator, device=x.device)
@@ -312,6 +257,73 @@ class Pearl(trmrl.Agent):
 
         means = (totals / config.updates).tolist()
         return dict(zip(metrics, means)) | {"updates": config.updates}
+
+
+# ---- Replay --------------------------------------------------------------------------------------
+#
+# Machinery: skip it at first. Every iteration appends its trials to a file in the run folder. The
+# checkpoint knows how many iterations the file has, so a crash does no harm: what comes after them
+# is cut off.
+
+
+class Replay:
+    """The trials of the last K iterations, (K, R, T + 1, width), and their file.
+
+    The numbers of a step: observation (S), action (A), reward, terminated, timed_out. The last
+    column has an observation only.
+    """
+
+    def __init__(self, path, shape, capacity, iterations, device):
+        """`iterations`: how many the file holds; `capacity`: K, how many are kept in memory."""
+        self.path = path  # None: no file
+        self.iterations = iterations
+        self.trials = torch.zeros(capacity, *shape, device=device)
+        self.bytes_per_iteration = self.trials[0].nbytes
+        self.check_file()
+        for i in range(max(0, iterations - capacity), iterations):
+            numbers = np.fromfile(
+                path, np.float32, math.prod(shape), offset=i * self.bytes_per_iteration
+            )
+            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
+
+    def check_file(self):
+        size = self.path.stat().st_size if self.path and self.path.is_file() else 0
+        if self.path and size < self.iterations * self.bytes_per_iteration:
+            raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
+
+    def append(self, trials):
+        """Add the trials of an iteration, (R, T + 1, width)."""
+        if self.path:
+            self.check_file()
+            with open(self.path, "ab") as f:
+                f.truncate(self.iterations * self.bytes_per_iteration)
+                f.write(trials.cpu().numpy().tobytes())
+                f.flush()
+                os.fsync(f.fileno())
+        self.trials[self.iterations % len(self.trials)] = trials
+        self.iterations += 1
+
+    def sample(self, config, generator):
+        """Steps of M trials: a context (M, C, width), and B steps and their next (M, B, width)."""
+        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
+        B = config.minibatch // M
+        K, R, columns, _ = self.trials.shape
+        T = columns - 1
+
+        def uniform(*shape):
+            return torch.rand(shape, generator=generator, device=self.trials.device)
+
+        # The square prefers recent trials: half of them are from the last quarter of the replay.
+        age = (uniform(M, 1).square() * min(self.iterations, K)).long()
+        iteration = (self.iterations - 1 - age) % K
+        row = (uniform(M, 1) * R).long()
+
+        # A context comes from the first 1, 2, ... or E - 1 episodes, as when the agent begins the
+        # next one (as if no episode ended early).
+        episodes = 1 + (uniform(M, 1) * (E - 1)).long()
+        t_context = (uniform(M, C) * episodes * T / E).long()
+        t = (uniform(M, B) * T).long()
+        return tuple(self.trials[iteration, row, step] for step in (t_context, t, t + 1))
 
 
 if __name__ == "__main__":

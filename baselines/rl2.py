@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: MIT
 """RL^2: "Fast Reinforcement Learning via Slow Reinforcement Learning" (Duan et al. 2016).
 
-A recurrent network reads the state, and what it did and got at the step before. Its hidden state
-is the memory: it is carried across the episodes of a trial and cleared when the task changes. The
-weights learn slowly, by PPO (the paper: TRPO) on many tasks; the hidden state adapts fast, within a
-task. The network thus learns a reinforcement learning algorithm of its own, hence the name. The
-gradient flows back through time over the whole trial, so a minibatch is made of whole trials.
+A recurrent network reads the current state and the previous action, reward and end-of-episode
+flag. Its hidden state is the memory: it is carried across the episodes of a trial and cleared when
+the task changes. The weights learn slowly, by PPO on many tasks (in the paper by TRPO); the hidden
+state adapts fast, within a task. The network thus learns a reinforcement learning algorithm of its
+own, hence the name.
 
     python -m baselines.rl2 --env halfcheetah_vel
+
+In the paper the gradient flows back through the whole trial. Here it flows back through segments of
+50 steps, each of which starts from the hidden state that was stored when the agent acted: a
+gradient step takes a tenth of the time, and a minibatch can mix many tasks.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,15 +25,17 @@ from torch import nn
 import trmrl
 from trmrl import setting
 
+SEGMENT = 50  # the most steps through which a gradient flows back
+
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = {env: preset | dict(lr=5e-4) for env, preset in trmrl.PRESETS.items()}
-    unused: ClassVar = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
+    presets: ClassVar = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
+    unused: ClassVar = trmrl.MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
-    minibatch: int = setting("PPO", 800, "steps per gradient step, in whole trials", low=2)
+    minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
 
 
 def gru_inputs(trials, row, t):
@@ -37,6 +44,12 @@ def gru_inputs(trials, row, t):
     previous = trials.token[row, (t - 1).clamp(min=0), S:]
     previous = previous * (t > 0).unsqueeze(-1)
     return torch.cat([trials.state[row, t], previous], dim=-1)
+
+
+def segments(T):
+    """How many segments a row of T steps has, and their length. 400: 8 of 50; 70: 2 of 35."""
+    per_row = math.ceil(T / SEGMENT)
+    return per_row, T // per_row
 
 
 class RL2(trmrl.Agent):
@@ -52,9 +65,9 @@ class RL2(trmrl.Agent):
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
     def new_trials(self, rows, steps, generator):
-        """hidden[t] is the hidden state before step t; it is zero before step 0.
+        """hidden[:, t] is the hidden state before step t; it is zero before step 0.
 
-        `act` may be asked about step T, too, and then writes hidden[T + 1].
+        The value of the state after the last step, T, is needed, too: hence T + 2 columns.
         """
         trials = super().new_trials(rows, steps, generator)
         d = self.config.d_model
@@ -62,25 +75,30 @@ class RL2(trmrl.Agent):
         return trials
 
     def recall(self, trials, row, t):
-        """The output of the GRU at steps t: (R,) when it acts, (rows, T) when it learns."""
-        x = gru_inputs(trials, row, t)
-        if t.dim() == 2:  # learning: whole rows, so that the gradient flows back through them
-            return self.gru(x)[0]
+        """The output of the GRU at steps t.
 
-        # One step in every row, from hidden[t] to hidden[t + 1].
+        When acting, row and t are (R,): one step of every row. When learning they are (segments,
+        length): consecutive steps.
+        """
         hidden = trials.stored["hidden"]
+        x = gru_inputs(trials, row, t)
+        if t.dim() == 2:
+            return self.gru(x, hidden[row[:, 0], t[:, 0]][None])[0]
+
         e, _ = self.gru(x[:, None], hidden[row, t][None])
-        hidden[row, t + 1] = e[:, 0].detach()
+        hidden[row, t + 1] = e[:, 0]
         return e[:, 0]
 
     def minibatches(self, trials, generator):
-        """Whole rows in random order; an incomplete last minibatch is dropped."""
+        """Segments of all rows in random order; an incomplete last minibatch is dropped."""
         R, T = trials.value.shape
-        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // T)
-        order = torch.randperm(R, generator=generator, device=self.device)
-        t = torch.arange(T, device=self.device).expand(size, T)
-        for rows in order[: R // size * size].split(size):
-            yield rows[:, None].expand(size, T), t
+        per_row, length = segments(T)
+        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments
+        order = torch.randperm(R * per_row, generator=generator, device=self.device)
+        offset = torch.arange(length, device=self.device)
+        for segment in order[: len(order) // size * size].split(size):
+            row = (segment // per_row)[:, None].expand(size, length)
+            yield row, (segment % per_row)[:, None] * length + offset
 
 
 if __name__ == "__main__":

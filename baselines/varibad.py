@@ -5,21 +5,22 @@
 The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
 task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
 so far, updates the belief at every step. A decoder must predict every reward of the trial, past and
-future, from a z of the belief: this teaches the encoder what distinguishes tasks. Encoder and
-decoder are thus a variational autoencoder (VAE), whose prior at each step is the belief of the step
-before. PPO trains a policy on the state and the belief, mean and log-variance, and its gradient
-stops there, so the policy can act on its uncertainty but does not shape the belief.
+future, from a sample z of the belief: this teaches the encoder what distinguishes tasks. Encoder
+and decoder are thus a variational autoencoder (VAE), whose prior at each step is the belief of the
+step before. PPO trains a policy on the state and the belief (mean and log-variance), so it can act
+on its uncertainty. Its gradient stops at the belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
-Differences from the authors' code: the VAE learns from the current batch and no replay buffer; the
-variance of rewards is fixed to 1 after they are normalised; the encoder is also told where episodes
-end. The paper decodes transitions, too, where they differ between tasks; here they differ in
-ML45 only, and we do not decode them.
+Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
+the variance of rewards is fixed to 1 after they are normalised; the encoder is also told where
+episodes end. The paper decodes transitions, too, where they differ between tasks; here they differ
+in ML45 only, and we do not decode them.
 
-Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps.
+Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps; Z numbers of z.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,26 +29,26 @@ import torch
 from torch import nn
 
 import trmrl
-from baselines.rl2 import gru_inputs
+from baselines.rl2 import gru_inputs, segments
 from trmrl import setting
 
-BELIEFS = 20  # K: how many of the T beliefs of a row a gradient step decodes
-DECODED = 20  # J: how many of the T rewards each of them predicts
+BELIEFS = 20  # K: beliefs per row that a gradient step decodes
+DECODED = 20  # J: rewards that each of them predicts
 
-# An MLP learns faster at a higher rate than the transformer's.
+# An MLP tolerates a higher learning rate than the transformer.
 CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 
 
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
+    unused: ClassVar = trmrl.MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of Adam", high=1)
-    vae_updates: int = setting("VAE", 10, "gradient steps per iteration")
+    vae_updates: int = setting("VAE", 30, "gradient steps per iteration")
 
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
@@ -67,12 +68,12 @@ class VAE(nn.Module):
         self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden=None):
-        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 n) and the last hidden state (1, R, d)."""
+        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 Z) and the last hidden state (1, R, d)."""
         h, last = self.gru(x, hidden)
         return self.to_belief(h), last
 
     def decode(self, z, transition):
-        """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, n)."""
+        """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, Z)."""
         R, K, _ = z.shape
         J = transition.shape[1]
         z = z[:, :, None].expand(R, K, J, -1)
@@ -91,13 +92,17 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, memory_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
+        self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_trials(self, rows, steps, generator):
-        """hidden[t] is the encoder's hidden state before step t; belief[t] includes step t."""
+        """hidden[:, t] is the encoder's hidden state before step t.
+
+        belief[:, t] is what the agent acts on at step t: it knows s_t, but not yet r_t.
+        """
         trials = super().new_trials(rows, steps, generator)
-        d, n = self.config.d_model, self.config.latent_size
+        d, Z = self.config.d_model, self.config.latent_size
         trials.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
-        trials.stored["belief"] = torch.zeros(rows, steps + 1, 2 * n, device=self.device)
+        trials.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return trials
 
     @torch.no_grad()
@@ -113,21 +118,24 @@ class VariBAD(trmrl.Agent):
 
     def recall(self, trials, row, t):
         """The state and the belief as it was when the agent acted: no gradient reaches the VAE."""
-        return torch.cat([trials.state[row, t], trials.stored["belief"][row, t]], dim=-1)
+        belief = self.belief_normalizer(trials.stored["belief"][row, t])
+        return torch.cat([trials.state[row, t], belief], dim=-1)
 
     def update(self, trials, optimizer, generator):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(trials, optimizer, generator)
+        self.belief_normalizer.update(trials.stored["belief"][:, :-1].flatten(0, 1))
         R, T = trials.reward.shape
+        T = math.prod(segments(T))
         totals = torch.zeros(3, device=self.device)
         for _ in range(self.config.vae_updates):
             # A whole ELBO has T x T rewards to decode. We draw K of the T beliefs and J of the T
             # rewards, the same for all rows; each of the K predicts all J.
-            times = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
-            steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
+            belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
+            reward_steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
             shape = (R, BELIEFS, self.config.latent_size)
             noise = torch.randn(shape, generator=generator, device=self.device)
-            error, kl = self.negative_elbo(trials, times, steps, noise)
+            error, kl = self.negative_elbo(trials, belief_steps, reward_steps, noise)
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
@@ -137,46 +145,53 @@ class VariBAD(trmrl.Agent):
         metrics["updates"] += updates
         return metrics
 
-    def negative_elbo(self, trials, times, steps, noise):
-        """The two terms of -ELBO, each divided by the number of its rewards R T T.
+    def negative_elbo(self, trials, belief_steps, reward_steps, noise):
+        """The two terms of -ELBO, each divided by R T T, the rewards in the full sum.
 
         ELBO = sum_t E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ),  and q(z | tau_{:-1}) = N(0, I)
 
-        t and i run over the T steps of a row. The outer sum is estimated by t in `times` (K,), the
-        inner one by i in `steps` (J,), the expectation by one z per t, from `noise` (R, K, n).
+        t and i run over the T steps of a row. The outer sum is estimated by t in belief_steps (K,),
+        the inner one by i in reward_steps (J,), the expectation by one z per t, from its noise (R,
+        K, Z).
         """
-        R, T = trials.reward.shape
+        R = len(trials.reward)
+        per_row, length = segments(trials.reward.shape[1])
+        T = per_row * length  # a remainder of the row is left out
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device).expand(R, T)
-        belief, _ = self.vae.encode(gru_inputs(trials, row, t))
-        mean, log_var = belief.chunk(2, dim=-1)  # (R, T, n) each
+
+        # As in RL^2 the gradient flows back through segments, from the stored hidden states.
+        x = gru_inputs(trials, row, t).reshape(R * per_row, length, -1)
+        hidden = trials.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
+        belief = self.vae.encode(x, hidden)[0].view(R, T, -1)
+        mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
 
         # z ~ q(z | tau_{:t}), written so that the gradient reaches mean and variance.
-        z = mean[:, times] + noise * (0.5 * log_var[:, times]).exp()  # (R, K, n)
+        std = (0.5 * log_var[:, belief_steps]).exp()
+        z = mean[:, belief_steps] + noise * std  # (R, K, Z)
 
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
         # out: the state after it is not in the row, since the next episode begins there.
-        state, next_state = trials.state[:, steps], trials.state[:, steps + 1]
-        transition = torch.cat([state, trials.clipped_action[:, steps], next_state], dim=-1)
+        i = reward_steps
+        parts = [trials.state[:, i], trials.clipped_action[:, i], trials.state[:, i + 1]]
+        transition = torch.cat(parts, dim=-1)
         predicted = self.vae.decode(z, transition)  # (R, K, J)
-        reward = self.reward_stats(trials.reward[:, steps, None]).transpose(1, 2)  # (R, 1, J)
-        not_last = 1 - trials.eta[:, None, steps]
+        reward = self.reward_stats(trials.reward[:, None, i])  # (R, 1, J)
+        not_last = 1 - trials.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it. This term is cheap, so it is not sampled.
-        prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: mean 0, variance 1
+        prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         kl = kl_divergence(mean, log_var, *prior.chunk(2, dim=-1)).mean() / T
         return error, kl
 
     def parameter_groups(self):
         """For Adam: the VAE has a learning rate of its own."""
         others, value = super().parameter_groups()
-        names = [
-            name for name, _ in self.named_parameters() if not name.startswith(("value.", "vae."))
-        ]
-        others["params"] = [self.get_parameter(name) for name in names]
-        return [others, value, dict(params=list(self.vae.parameters()), lr=self.config.vae_lr)]
+        others["params"] = [self.log_std, *self.policy.parameters()]
+        vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
+        return [others, value, vae]
 
 
 if __name__ == "__main__":
