@@ -9,8 +9,7 @@
     python plots.py scaling                             # speed for other sizes of the agent
     python plots.py tables                              # the tables of docs/results.md
 
-A function named after a figure draws data into axes; call it from a notebook. Its partner draw_...
-finds the data, and `save` writes the picture.
+draw_... finds the data of a figure and draws it; `save` writes the picture.
 
     1. Look   2. Runs   3. Learning curves (Fig. 4, 5, 6, 10 to 13)
     4. Inside an agent (Fig. 2, 3, 7, 8, 9)   5. Film   6. Benchmark   7. Tables   8. Command line
@@ -22,9 +21,7 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -36,6 +33,7 @@ import matplotlib.pyplot as plt
 import mujoco
 import numpy as np
 import torch
+from matplotlib.mlab import GaussianKDE
 
 import trmrl
 
@@ -43,32 +41,41 @@ import trmrl
 
 WIDTH = 7.0  # inches, the text width of a paper; in a README an inch is about 120 pixels
 BLUE, RED, GREY = "#0b5fa5", "#c0392b", "#666666"
+BAND = dict(color=BLUE, alpha=0.18, linewidth=0)  # velocities close to the target
 NOTE = dict(color=RED, ha="right", bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1))
 STYLE = {
-    "axes": dict(grid=True, axisbelow=True, edgecolor=GREY, titlelocation="left", titlesize=10),
-    "axes.spines": dict(top=False, right=False),
-    "figure": {"titlesize": 11, "constrained_layout.use": True},
-    "font": dict(size=9.5),
-    "grid": dict(color="#e3e3e3", linewidth=0.7),
-    "legend": dict(frameon=False, columnspacing=1.2, handlelength=2.6),
-    "lines": dict(markersize=4.5),
-    "pdf": dict(fonttype=42),  # letters stay letters
-    "savefig": dict(dpi=200),
-    ("xtick", "ytick"): dict(color=GREY),
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 11,
+    "font.size": 9.5,
+    "grid.color": "#e3e3e3",
+    "legend.frameon": False,
+    "legend.handlelength": 3.2,
+    "lines.markersize": 4.5,
+    "pdf.fonttype": 42,  # letters stay letters
+    "savefig.dpi": 200,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
 }
 
 # An agent looks the same in all figures. Lines and markers differ, so that grey is enough.
 AGENTS = {  # label, colour, line, marker
     "trmrl": ("TrMRL", BLUE, "-", "o"),
-    "rl2": ("RL²", "#d9730d", "--", "s"),
+    "rl2": ("RL²", "#e08214", "--", "s"),
     "varibad": ("VariBAD", "#2c8c5a", "-.", "D"),
-    "pearl": ("PEARL", "#8e44ad", (0, (1, 1)), "v"),
-    "maml": ("MAML", "#a8860b", (0, (5, 1, 1, 1, 1, 1)), "P"),
-    "oracle": ("oracle", "#444444", ":", "^"),
+    "pearl": ("PEARL", "#c07fd8", (0, (1, 1)), "v"),
+    "maml": ("MAML", "#8c6d1f", (0, (5, 1, 1, 1, 1, 1)), "P"),
+    "oracle": ("oracle", "#333333", ":", "^"),
     "yours": ("your run", RED, "-", "*"),
 }
-ENVS = {"halfcheetah_vel": "HalfCheetahVel", "ant_dir": "AntDir", "ml1_reach": "ML1-Reach"}
-ENVS |= {"ml1_push": "ML1-Push", "ml45_train": "ML45-Train"}
+ENVS = {"halfcheetah_vel": "HalfCheetahVel", "ant_dir": "AntDir"}
+ENVS |= {"ml1_reach": "ML1-Reach", "ml1_push": "ML1-Push", "ml45_train": "ML45-Train"}
 
 
 def shade(target, targets):
@@ -83,21 +90,27 @@ def save(figure, name, options, sources):
         for handle, label in zip(*ax.get_legend_handles_labels()):
             legend.setdefault(label, handle)
     if legend:
-        fits = sum(len(label) + 8 for label in legend) < 11 * figure.get_figwidth()
-        columns = len(legend) if fits else math.ceil(len(legend) / 2)
+        letters = sum(len(label) + 8 for label in legend)
+        lines = math.ceil(letters / (11 * WIDTH))
+        columns = math.ceil(len(legend) / lines)
         figure.legend(legend.values(), legend, loc="outside lower center", ncols=columns)
+
     options.out.mkdir(parents=True, exist_ok=True)
-    for suffix in (".png", ".pdf") if options.pdf else (".png",):
-        figure.savefig(options.out / f"{name}{suffix}")
+    path = options.out / f"{name}.png"
+    figure.savefig(path)
+    if options.pdf:
+        figure.savefig(path.with_suffix(".pdf"))
     plt.close(figure)
     origin = plural(len(sources), "run") if sources else "this machine"
-    print(f"{options.out / name}.png: from {origin}")
-    tell(sources, options)
+    report(f"{path}: from {origin}", sources, options)
 
 
-def tell(lines, options):
+def report(line, details, options):
+    """Print the line; with --verbose also the details."""
+    print(line)
     if options.verbose:
-        print("".join(f"    {line}\n" for line in lines), end="")
+        for detail in details:
+            print(f"    {detail}")
 
 
 def plural(n, word):
@@ -117,6 +130,7 @@ class Run:
     agent: str
     settings: dict  # config.json
     rows: list  # eval.csv
+    yours: bool = False  # drawn over ours by --compare
 
     @property
     def ablation(self):
@@ -144,6 +158,11 @@ class Run:
         return [row for row in self.rows if row["actions"] == usual] or self.rows
 
 
+def agent_of(run):
+    """The key of AGENTS that says how a run is drawn."""
+    return "yours" if run.yours else run.agent
+
+
 def is_arm(env):
     return env.startswith(("ml1_", "ml45_"))
 
@@ -160,7 +179,8 @@ def read_run(path):
     for line in read_csv(path / "eval.csv"):
         row = {name: int(line[name]) for name in ("step", "task", "episode")}
         row |= {name: float(line[name] or "nan") for name in ("return", "success")}
-        rows.append(row | {"split": line["split"], "actions": line.get("actions") or "mean"})
+        row |= {"split": line["split"], "actions": line.get("actions") or "mean"}
+        rows.append(row)
     return Run(path, content["env"], content.get("agent", "trmrl"), settings, rows)
 
 
@@ -181,13 +201,13 @@ def why_not(run, seeds):
     """Why a run does not belong to the curve of these seeds; '' if it does."""
     if not run.rows:
         return "it has no meta-test yet"
-    for other in seeds[:1]:
-        own = {"seed", "device", "threads", "run_dir", "versions", "compile"}
-        shared = (run.settings.keys() & other.settings.keys()) - own
-        if other.finished and not run.finished:
-            return "it is not finished"
-        if any(run.settings[name] != other.settings[name] for name in shared):
-            return f"its settings are not those of {other.path}"
+    first = seeds[0] if seeds else run
+    if first.finished and not run.finished:
+        return "it is not finished"
+    own = {"seed", "device", "threads", "run_dir", "versions", "compile"}
+    shared = (run.settings.keys() & first.settings.keys()) - own
+    if any(run.settings[name] != first.settings[name] for name in shared):
+        return f"its settings are not those of {first.path}"
     if run.settings["seed"] in [other.settings["seed"] for other in seeds]:
         return "another run has its seed"
     return ""
@@ -195,28 +215,34 @@ def why_not(run, seeds):
 
 def group_runs(runs, key, options):
     """{env: {key(run): [runs of equal settings, one per seed]}}."""
-    groups = defaultdict(lambda: defaultdict(list))
+    groups = {}
     left_out = []
     for run in sorted(runs, key=lambda run: not run.finished):
-        seeds = groups[run.env][key(run)]
+        seeds = groups.get(run.env, {}).get(key(run), [])
         reason = why_not(run, seeds)
         if reason:
             left_out.append(f"left out {run.path}: {reason}")
         else:
-            seeds.append(run)
-    if left_out and not options.verbose:
-        print(f"left out: {plural(len(left_out), 'run')} (--verbose lists them)")
-    tell(left_out, options)
-    groups = {env: {k: runs for k, runs in each.items() if runs} for env, each in groups.items()}
-    return {env: each for env, each in groups.items() if each}
+            groups.setdefault(run.env, {})[key(run)] = [*seeds, run]
+    if left_out:
+        count = plural(len(left_out), "run")
+        report(f"left out: {count} (--verbose lists them)", left_out, options)
+    return groups
 
 
 # ---- 3. Learning curves (Fig. 4, 5, 6 and 10 to 13) ----------------------------------------------
 
 # PEARL and MAML adapt from one episode to the next, so Fig. 4 shows their third episode.
 SHOWN_EPISODE = {"pearl": 3, "maml": 3}
-REFERENCES = {"halfcheetah_vel": {-300: "standing still", -150: "no adaptation"}}
-REFERENCES["ant_dir"] = {200: "standing still"}
+LABELLED = dict(AGENTS)
+for agent, episode in SHOWN_EPISODE.items():
+    LABELLED[agent] = f"{AGENTS[agent][0]}, episode {episode}", *AGENTS[agent][1:]
+
+# Returns worth knowing: {env: {return: (its meaning, where the words stand)}}.
+REFERENCES = {
+    "halfcheetah_vel": {-300: ("standing still", "top"), -150: ("no adaptation", "bottom")},
+    "ant_dir": {200: ("standing still", "bottom")},
+}
 
 
 def means(run, by, **wanted):
@@ -245,8 +271,9 @@ def draw_curve(ax, curves, label, color, linestyle, marker, unit=1, lines=False)
     seeds = np.array([[curve[at] for at in x] for curve in curves])
     x = np.array(x) / unit
     width = 2 if len(seeds) > 1 else 1
-    style = dict(linestyle=linestyle, linewidth=width, marker=marker, markevery=len(x) // 8 or 1)
-    ax.plot(x, seeds.mean(axis=0), color=color, label=label, zorder=3, **style)
+    style = dict(color=color, linestyle=linestyle, linewidth=width, marker=marker)
+    every = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
+    ax.plot(x, seeds.mean(axis=0), label=label, markevery=every, zorder=3, **style)
     if lines:
         ax.plot(x, seeds.T, color=color, linewidth=0.6, alpha=0.6)
     elif len(seeds) > 1:
@@ -258,21 +285,24 @@ def meta_training(ax, curves, looks, env="", lines=False):
     """Fig. 4, 10 to 13: {key of looks: [{step: value} of each seed]}."""
     for key, seeds in curves.items():
         draw_curve(ax, seeds, *looks[key], unit=1e6, lines=lines)
-    for y, words in REFERENCES.get(env, {}).items():
-        ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-        place = dict(
-            transform=ax.get_yaxis_transform(), ha="right", va="bottom" if y > 0 else "top"
-        )
-        ax.text(0.99, y, words, fontsize=8, color=GREY, **place)
+
     ax.set_xlabel("million steps")
     last = [max(curve) for key, seeds in curves.items() for curve in seeds if key != "yours"]
     if last and max(last) > 4 * min(last):
         ax.set_xscale("log")
-        ax.xaxis.set_major_formatter("{x:g}")
     else:
         ax.set_xlim(left=0)
-    if env == "halfcheetah_vel":  # the collapse of one seed must not squeeze all curves
-        ax.set_ylim(bottom=-340)
+    ax.xaxis.set_major_formatter("{x:g}")
+
+    # The collapse of one seed must not squeeze all curves.
+    low, high = ax.get_ylim()
+    if env == "halfcheetah_vel" and high > -340:
+        low, high = ax.set_ylim(-340, max(high, -250))
+    for y, (words, place) in REFERENCES.get(env, {}).items():
+        if low < y < high:
+            ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
+            look = NOTE | dict(color=GREY, fontsize=8, va=place, zorder=2)
+            ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
 
 
 def adaptation(ax, curves, looks, env=""):
@@ -284,36 +314,48 @@ def adaptation(ax, curves, looks, env=""):
     ax.margins(y=0.15)
 
 
-def draw_runs(name, runs, options, read, plot, which, key=lambda run: run.agent, looks=AGENTS):
+def env_panels(envs):
+    """A figure and {env: its axes}: locomotion in one row, arms in the next if there are many."""
+    envs = sorted(envs, key=[*ENVS, *envs].index)
+    arms = [env for env in envs if is_arm(env)]
+    others = [env for env in envs if not is_arm(env)]
+    rows = [others, arms] if len(envs) > 3 and arms and others else [envs]
+    figure = plt.figure(figsize=(WIDTH, 2.4 * len(rows) + 0.5))
+    axes = {}
+    for grid, row in zip(figure.add_gridspec(len(rows), 1), rows):
+        for cell, env in zip(grid.subgridspec(1, len(row)), row):
+            axes[env] = figure.add_subplot(cell)
+    return figure, axes
+
+
+def draw_runs(name, runs, options, read, plot, which, key=agent_of, looks=AGENTS):
     """A panel per env, a curve per key: what `read` finds in the runs, if anything."""
     groups = group_runs([run for run in runs if read(run)], key, options)
     if not groups:
-        return False
-    others = {k for each in groups.values() for k in each if k not in looks}
-    looks = looks | {k: (str(k), "#111111", (0, (3, 3)), "x") for k in others}
+        return "needs a finished run: python trmrl.py --env halfcheetah_vel"
+    for each in groups.values():
+        for other in each.keys() - looks.keys():  # an agent of your own
+            looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
 
-    # Locomotion in a row, arms in the next; three panels fit into one.
-    envs = sorted(groups, key=[*ENVS, *groups].index)  # locomotion comes first
-    kinds = [[env for env in envs if not is_arm(env)], [env for env in envs if is_arm(env)]]
-    rows = [row[i : i + 3] for row in kinds for i in range(0, len(row), 3)]
-    grid = rows if len(envs) > 3 else [envs]
-    columns = math.lcm(*map(len, grid))  # rows of 2 and 3 panels: 6 columns, aaabbb and ccddee
-    cells = [[env for env in row for _ in range(columns // len(row))] for row in grid]
-    size = (WIDTH if len(envs) > 1 else 4.5, 2.4 * len(grid) + 0.5)
-    figure, axes = plt.subplot_mosaic(cells, figsize=size)
+    figure, axes = env_panels(list(groups))
     sources = []
+    labelled = set()
     for env, ax in axes.items():
         seeds = {k: groups[env][k] for k in looks if k in groups[env]}
-        plot(ax, {k: [read(run) for run in each] for k, each in seeds.items()}, looks, env=env)
+        curves = {k: [read(run) for run in each] for k, each in seeds.items()}
+        plot(ax, curves, looks, env=env)
         ax.set_title(panel_title(env, seeds))
         sources += [run for each in seeds.values() for run in each]
-        if sources[-1].value == "success":
+
+        value = sources[-1].value
+        if value == "success":
             ax.set_ylim(-0.03, max(0.5, ax.dataLim.y1 + 0.05))
             ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-    for row in rows:
-        axes[row[0]].set_ylabel(f"{'success rate' if is_arm(row[0]) else 'return'}, {which}")
+        if value not in labelled:
+            words = {"return": "return", "success": "success rate"}
+            ax.set_ylabel(f"{words[value]}, {which}")
+            labelled.add(value)
     save(figure, name, options, [run.path for run in sources])
-    return True
 
 
 def panel_title(env, seeds):
@@ -329,30 +371,17 @@ def panel_title(env, seeds):
     return f"{ENVS.get(env, env)}\n{', '.join(notes)}"
 
 
-def draw_meta_training(runs, options):
-    ours = [run for run in runs if not run.ablation]
-    looks = dict(AGENTS)
-    for agent, episode in SHOWN_EPISODE.items():
-        label, *look = AGENTS[agent]
-        looks[agent] = f"{label}, episode {episode}", *look
-    how = learning_curve, meta_training, "episode 1"
-    if not draw_runs("meta_training", ours, options, *how, looks=looks):
-        return "needs a run: python trmrl.py --env halfcheetah_vel"
+def draw_learning(name, read, plot, which, looks, runs, options):
+    """Fig. 4, 5, 6."""
+    ours = [run for run in runs if run.yours or not run.ablation]
+    return draw_runs(name, ours, options, read, plot, which, looks=looks)
 
 
-def draw_adaptation(name, split, runs, options):
-    ours = [run for run in runs if not run.ablation]
-    read = partial(episode_curve, split=split)
-    which = {"test": "test tasks", "ood": "out of distribution"}[split]
-    if not draw_runs(name, ours, options, read, adaptation, which):
-        return "needs a finished run: python trmrl.py --env halfcheetah_vel"
-
-
-# An ablation: its settings, and the values of them that the paper compares.
+# An ablation: its settings, and the values of them that we compare.
 ABLATIONS = {
     "tfixup": (("layers", "tfixup"), [(2, True), (2, False), (12, True), (12, False)]),
     "memory": (("memory_length",), [(1,), (5,), (25,)]),
-    "layers": (("layers",), [(1,), (4,), (12,)]),
+    "layers": (("layers",), [(1,), (2,), (4,), (12,)]),
     "heads": (("heads",), [(1,), (4,), (16,)]),
 }
 LABELS = {"layers": "L = {}", "memory_length": "N = {}", "heads": "heads: {}"}
@@ -360,14 +389,15 @@ LABELS["tfixup"] = "T-Fixup: {}"
 
 
 def ablation_runs(which, runs):
-    """Runs of the ablation, those with default settings, and deep ones that T-Fixup shares."""
-    others = {"tfixup": (), "layers": ("default", "tfixup")}.get(which, ("default",))
-    shared = [run for run in runs if run.ablation in others and run.settings["tfixup"]]
-    return [run for run in runs if run.ablation == which] + shared
+    """Its own runs, those with default settings and, of T-Fixup's, those that differ in layers."""
+    found = [run for run in runs if run.ablation in (which, "default")]
+    if which == "layers":
+        found += [run for run in runs if run.ablation == "tfixup" and run.settings["tfixup"]]
+    return found
 
 
 def ablation_key(which):
-    """What tells the curves of an ablation apart: a function of a run."""
+    """A function of a run: what tells the curves of an ablation apart."""
     return lambda run: tuple(run.settings[name] for name in ABLATIONS[which][0])
 
 
@@ -382,49 +412,54 @@ def draw_ablation(which, runs, options):
     key = ablation_key(which)
     ours = ablation_runs(which, runs)
     keys = sorted({key(run) for run in ours})
-    default = tuple(getattr(trmrl.Config(), name) for name in names)
-    order = sorted(keys, key=lambda k: k != default)  # the default always looks the same
-    variants = dict(zip(order, itertools.cycle(AGENTS.values())))
-    looks = {k: (ablation_label(which, k), *variants[k][1:]) for k in keys}
-    if len(keys) > 1:
+    variants = [env for env, _ in {(run.env, key(run)) for run in ours}]
+    ours = [run for run in ours if variants.count(run.env) > 1]
+    if ours:
+        # The default looks the same in all ablations.
+        default = tuple(getattr(trmrl.Config(), name) for name in names)
+        order = sorted(keys, key=lambda k: k != default)
+        styles = dict(zip(order, itertools.cycle(AGENTS.values())))
+        looks = {k: (ablation_label(which, k), *styles[k][1:]) for k in keys}
         how = learning_curve, partial(meta_training, lines=True), "episode 1"
         draw_runs(f"ablation_{which}", ours, options, *how, key=key, looks=looks)
+
     missing = [k for k in wanted if k not in keys]
     if missing:
-        pairs = zip(map(trmrl.flag, names), missing[0])
-        flags = " ".join(name if value is True else f"{name} {value}" for name, value in pairs)
-        flags = flags.replace("--tfixup False", "--no-tfixup")
+        flags = " ".join(f"{trmrl.flag(name)} {v}" for name, v in zip(names, missing[0]))
+        flags = flags.replace(" --tfixup True", "").replace("--tfixup False", "--no-tfixup")
         command = f"python trmrl.py --total-steps 6e5 {flags} --run-dir runs/ablations/{which}/a1"
         return f"no run has {'; '.join(ablation_label(which, k) for k in missing)}: {command}"
 
 
 def draw_compare(runs, options):
     """Your run over ours of the same env, and whether it is on track."""
-    yours = find_runs([options.compare])
-    if len(yours) != 1 or not yours[0].rows:
+    found = find_runs([options.compare])
+    if len(found) != 1 or not learning_curve(found[0]):
         raise trmrl.UserError(f"--compare takes a run with a meta-test, not {options.compare}")
-    yours = yours[0]
-    agent, yours.agent = yours.agent, "yours"
-    steps = learning_curve(yours)
-    others = [run for run in runs if run.env == yours.env]
-    others = [run for run in others if run.path.resolve() != yours.path.resolve()]
+    yours = found[0]
+    yours.yours = True
+    ours = [run for run in runs if run.env == yours.env and not run.path.samefile(yours.path)]
     for name in options.figures or ["meta_training"]:
-        (FIGURES | OTHERS)[name]([*others, yours], options)
+        (FIGURES | OTHERS)[name]([*ours, yours], options)
 
-    last = max(steps)
-    line = f"after {last / 1e6:.2f} M steps: {yours.value} {steps[last]:.4g}"
-    curves = [learning_curve(run) for run in others if run.agent == agent and not run.ablation]
-    reached = [np.interp(last, list(curve), list(curve.values())) for curve in curves if curve]
+    curve = learning_curve(yours)
+    last = max(curve)
+    line = f"after {last / 1e6:.2f} M steps: {yours.value} {curve[last]:.4g}"
+    reached = []
+    for run in [run for run in ours if run.agent == yours.agent and not run.ablation]:
+        points = learning_curve(run)
+        if points and last >= min(points):
+            reached.append(np.interp(last, list(points), list(points.values())))
     if reached:
         low, high = min(reached), max(reached)
-        place = "behind" if steps[last] < low else "ahead" if steps[last] > high else "on track"
+        place = "behind" if curve[last] < low else "ahead" if curve[last] > high else "on track"
         line += f", ours {low:.4g} to {high:.4g}: {place}"
     print(line)
 
 
 # ---- 4. Inside an agent (Fig. 2, 3, 7, 8, 9) -----------------------------------------------------
 #
-# Each draw_... takes trained agents and returns a figure and rows of numbers for a csv file.
+# Each draw_... takes trained agents and returns a figure.
 
 TARGETS = np.array([0.5, 1.0, 1.5, 2.0, 2.5])  # velocities that figures show, m/s
 TEST_TARGETS = 3 * (np.arange(20) + 0.5) / 20  # of the test tasks
@@ -440,9 +475,9 @@ def meet(agent, targets, episodes=1):
 
 
 def attention_weights(layer, query_memories, e, visible):
-    """Eq. 4, alpha (M, heads, Q, N): how relevant each memory of e is to each query."""
-    q, k = layer.query(query_memories), layer.key(e)
-    q, k = (x.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for x in (q, k))
+    """Eq. 4, alpha (M, heads, Q, N); PyTorch's call in Layer.forward returns only mu, Eq. 5."""
+    q = layer.query(query_memories).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    k = layer.key(e).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
 
@@ -455,36 +490,37 @@ def look_inside(agent, trials):
     NaN where there is no such memory.
     """
     N = agent.config.memory_length
-    t = torch.arange(trials.reward.shape[1], device=agent.device)
+    R, T = trials.reward.shape
+    row = torch.arange(R, device=agent.device).repeat_interleave(T)  # 0 0 0 1 1 1
+    t = torch.arange(T, device=agent.device).repeat(R)  # 0 1 2 0 1 2
+    tokens, current = trmrl.window(trials, row, t, N)
     slot = torch.arange(N, device=agent.device)
     causal = slot[:, None] >= slot
-    memories, attention = [], []
-    for row in range(len(trials.token)):
-        slots, current = trmrl.window(trials, torch.full_like(t, row), t, N)
-        e = [agent.phi(slots) + agent.positions]  # e^0, (T, N, d)
-        for layer in agent.transformer.layers:
-            e.append(layer(e[-1], e[-1], causal))
-        memories.append(torch.stack([x[t, current] for x in e]))
+    e = [agent.phi(tokens) + agent.positions]  # e^0, (R T, N, d)
+    for layer in agent.transformer.layers:
+        e.append(layer(e[-1], e[-1], causal))
 
-        alpha = attention_weights(agent.transformer.layers[-1], e[-2], e[-2], causal)
-        alpha = alpha[t, :, current].mean(dim=1)  # (T, N)
-        ago = current[:, None] - slot  # current slot 2: the slots 2 1 0 are 0 1 2 steps ago
-        attention.append(alpha.gather(1, ago.clamp(min=0)).masked_fill(ago < 0, math.nan))
-    return torch.stack(memories, dim=1).cpu().numpy(), torch.stack(attention).cpu().numpy()
+    each = torch.arange(R * T, device=agent.device)
+    memories = torch.stack([x[each, current] for x in e])
+    alpha = attention_weights(agent.transformer.layers[-1], e[-2], e[-2], causal)
+    alpha = alpha[each, :, current].mean(dim=1)  # (R T, N)
+    ago = current[:, None] - slot  # current slot 2: the slots 2 1 0 are 0 1 2 steps ago
+    alpha = alpha.gather(1, ago.clamp(min=0)).masked_fill(ago < 0, math.nan)
+    return memories.unflatten(1, (R, T)).cpu().numpy(), alpha.unflatten(0, (R, T)).cpu().numpy()
 
 
 def settled(velocity, target):
-    """Steps until the velocity (T,) stays near its target; None if it never does."""
+    """Steps until the velocity (T,) stays near its target; None if for less than 10 steps."""
     away = np.flatnonzero(np.abs(velocity - target) >= TOLERANCE)
     steps = int(away.max(initial=-1)) + 1
-    return None if steps == len(velocity) else steps
+    return None if steps > len(velocity) - 10 else steps
 
 
 def online_adaptation(axes, velocity, targets, steps=60):
     """Fig. 9: velocity (B, T), a panel for each target; returns the steps until each settles."""
     found = []
     for ax, v, target in zip(axes, velocity[:, :steps], targets):
-        ax.axhspan(target - TOLERANCE, target + TOLERANCE, color=BLUE, alpha=0.18, linewidth=0)
+        ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
         ax.plot(v, color=BLUE, linewidth=1.4)
         reached = settled(v, target)
         words = "not settled"
@@ -494,27 +530,22 @@ def online_adaptation(axes, velocity, targets, steps=60):
             ax.axvline(reached, color=RED, linewidth=0.8)
             ax.plot(reached, v[reached], "o", color=RED)
         ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
-        ax.set(title=f"{target:.1f} m/s", xticks=range(0, steps + 1, 20), xlim=(-2, steps))
+        ax.margins(y=0.2)
+        ax.set_title(f"{target:.1f} m/s")
+        ax.set_xticks(range(0, steps + 1, 20))
+        ax.set_xlim(-2, steps)
     return found
 
 
 def draw_online_adaptation(agents, options):
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), sharey=True)
-    found = online_adaptation(axes, meet(agents[0], TARGETS).info["x_velocity"], TARGETS)
+    velocity = meet(agents[0], TARGETS).info["x_velocity"]
+    found = online_adaptation(axes, velocity, TARGETS)
     axes[0].set_ylabel("velocity (m/s)")
-    axes[2].set_xlabel("time step of the first episode")
+    axes[2].set_xlabel(f"time step of the first episode (band: target ± {TOLERANCE} m/s)")
     within = f" within {plural(max(found), 'time step')}" if found else ""
     figure.suptitle(f"{len(found)} of {len(TARGETS)} hidden target velocities found{within}")
-
-    # The same for all test tasks, over whole episodes.
-    rows = []
-    for agent in agents:
-        velocity = meet(agent, TEST_TARGETS).info["x_velocity"]
-        steps = [settled(v, target) for v, target in zip(velocity, TEST_TARGETS)]
-        steps = [math.inf if k is None else k for k in steps]
-        row = {"run": agent.folder.name, "test tasks": len(steps), "median steps": np.median(steps)}
-        rows.append(row | {"settled within 20 steps": sum(k <= 20 for k in steps)})
-    return figure, rows
+    return figure
 
 
 def pca(x, k):
@@ -525,36 +556,45 @@ def pca(x, k):
 
 def discriminants(memories):
     """Fisher's discriminants: the directions (d, B - 1) that tell B tasks (B, T, d) best apart."""
-    within = (memories - memories.mean(axis=1, keepdims=True)).reshape(-1, memories.shape[-1])
-    _, s, vt = np.linalg.svd(within, full_matrices=False)
-    used = s > 1e-4 * s[0]
-    whiten = vt[used].T / s[used] * math.sqrt(len(within))
-    centres = memories.mean(axis=1) @ whiten
-    _, _, directions = np.linalg.svd(centres - centres.mean(axis=0), full_matrices=False)
-    return whiten @ directions[: len(memories) - 1].T
+    centres = memories.mean(axis=1)
+    within = np.cov(np.concatenate(memories - centres[:, None]).T)
+    within += 1e-9 * np.trace(within) * np.eye(len(within))
+    whiten = np.linalg.cholesky(np.linalg.inv(within))  # afterwards every direction varies alike
+    directions, _ = pca(centres @ whiten, len(memories) - 1)
+    return whiten @ directions.T
 
 
 def density(points, at):
     """Gaussian kernel density, by Scott's rule, of points (n, k) at places (m, k)."""
-    n, k = points.shape
-    covariance = n ** (-2 / (k + 4)) * np.atleast_2d(np.cov(points.T)) + 1e-12 * np.eye(k)
-    difference = at[:, None] - points
-    exponent = np.einsum("mni,ij,mnj->mn", difference, np.linalg.inv(covariance), difference)
-    return np.exp(-0.5 * exponent).mean(axis=1) / math.sqrt(np.linalg.det(2 * np.pi * covariance))
+    return GaussianKDE(points.T)(at.T)
 
 
-def latent(ax, points, targets):
-    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80 % of the points of its task."""
+def distances(points, centres):
+    """Of points (..., k) to B centres (B, k): (..., B)."""
+    return np.linalg.norm(points[..., None, :] - centres, axis=-1)
+
+
+def latent(ax, points, targets, borders=False):
+    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80 % of the points of its task.
+
+    The borders are lines between the places that are nearest to the mean of one task.
+    """
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
-    x, y = (np.linspace(*ends, 60) for ends in zip(low - margin, high + margin))
-    grid = np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2)
-    for target, task in zip(targets, points):
+    x, y = np.linspace(low - margin, high + margin, 80).T
+    grid = np.stack(np.meshgrid(x, y), axis=-1)  # (80, 80, 2)
+    away = distances(grid, points.mean(axis=1))  # (80, 80, B)
+    for i, (target, task) in enumerate(zip(targets, points)):
         color = shade(target, targets)
-        ax.scatter(*task.T, s=3, color=color, alpha=0.5, linewidth=0)
+        ax.scatter(*task.T, s=4, color=color, alpha=0.6, linewidth=0)
         level = np.quantile(density(task, task), 0.2)
-        ax.contour(x, y, density(task, grid).reshape(60, 60), [level], colors=[color])
+        heights = density(task, grid.reshape(-1, 2)).reshape(80, 80)
+        ax.contourf(x, y, heights, [level, np.inf], colors=[color], alpha=0.25)
+        ax.contour(x, y, heights, [level], colors=[color], linewidths=1.2)
         ax.plot([], [], "o", color=color, label=f"{target:.1f} m/s")
+        if borders:
+            others = np.delete(away, i, axis=-1).min(axis=-1)
+            ax.contour(x, y, away[..., i] - others, [0], colors=[GREY], linewidths=0.6)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
 
@@ -562,30 +602,29 @@ def latent(ax, points, targets):
 def draw_latent(agents, options):
     """The paper's view, the plane of largest variance, and the plane that separates best."""
     tokens = meet(agents[0], TARGETS, episodes=2).token[:, :-1]
-    memories = agents[0].phi(tokens).numpy()  # (B, T, d)
+    memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
     first, second = memories[:, 20:200], memories[:, 220:400]  # without the first 20 steps
     components, shares = pca(np.concatenate(first), 3)
     points = first @ components.T  # (B, T, 3)
 
-    # Planes between the tasks: a memory belongs to the nearest centre after Fisher's projection.
-    along = discriminants(first)
-    centres = first.mean(axis=1) @ along
-    distance = np.linalg.norm((second @ along)[:, :, None] - centres, axis=-1)  # (B, T, B)
-    separated = (distance.argmin(axis=-1) == np.arange(len(TARGETS))[:, None]).mean()
+    # A memory of the second episode belongs to the task with the nearest mean.
+    plane = discriminants(first)[:, :2]
+    nearest = distances(second @ plane, first.mean(axis=1) @ plane).argmin(axis=-1)  # (B, T)
+    separated = (nearest == np.arange(len(TARGETS))[:, None]).mean()
 
     figure = plt.figure(figsize=(WIDTH, 2.9))
     left = figure.add_subplot(1, 3, 1, projection="3d")
-    middle, right = (figure.add_subplot(1, 3, i) for i in (2, 3))
+    middle = figure.add_subplot(1, 3, 2)
+    right = figure.add_subplot(1, 3, 3)
     for target, task in zip(TARGETS, points):
         left.scatter(*task.T, s=3, color=shade(target, TARGETS), depthshade=False)
     left.set(xticklabels=[], yticklabels=[], zticklabels=[])
     left.set_title(f"principal components 1 to 3\n({shares.sum():.0%} of the variance)", loc="left")
     latent(middle, points[..., :2], TARGETS)
     middle.set_title(f"components 1 and 2\n({shares[:2].sum():.0%} of the variance)")
-    latent(right, first @ along[:, :2], TARGETS)
+    latent(right, first @ plane, TARGETS, borders=True)
     right.set_title(f"planes separate {separated:.0%}\nof new memories")
-    row = {"run": agents[0].folder.name, "variance of three components": float(shares.sum())}
-    return figure, [row | {"separated by planes": separated}]
+    return figure
 
 
 def task_distributions(ax, values, targets):
@@ -596,12 +635,12 @@ def task_distributions(ax, values, targets):
     overlaps = [np.trapezoid(np.minimum(*pair), grid) for pair in itertools.pairwise(densities)]
 
     height = 0.6 * np.max(densities)  # from a ridge to the next
-    for i, y in enumerate(densities):
-        style = dict(facecolor=shade(targets[i], targets), edgecolor="white", zorder=3 - 0.1 * i)
-        ax.fill_between(grid, i * height, i * height + y, alpha=0.85, **style)
-    place = dict(transform=ax.get_yaxis_transform(), ha="right", fontsize=8, color=GREY)
+    for i, (y, target) in enumerate(zip(densities, targets)):
+        ridge = ax.fill_between(grid, i * height, i * height + y, alpha=0.85)
+        ridge.set(facecolor=shade(target, targets), edgecolor="white", zorder=3 - 0.1 * i)
+    right = dict(transform=ax.get_yaxis_transform(), ha="right", fontsize=8, color=GREY)
     for i, overlap in enumerate(overlaps):
-        ax.text(1.0, (i + 0.45) * height, f"{overlap:.0%} shared", **place)
+        ax.text(1.0, (i + 0.45) * height, f"{overlap:.0%} shared", **right)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
     ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2 * margin))
     ax.spines["left"].set_visible(False)
@@ -610,25 +649,15 @@ def task_distributions(ax, values, targets):
 
 
 def draw_task_distributions(agents, options):
-    memories = agents[0].phi(meet(agents[0], TARGETS).token[:, :-1]).numpy()  # (B, T, d)
-    lines = {
-        "between the means of the tasks": pca(memories.mean(axis=1), 1)[0][0],
-        "of the largest variance (gait)": pca(np.concatenate(memories), 1)[0][0],
-    }
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.0))
-    rows = []
-    for ax, (name, direction) in zip(axes, lines.items()):
-        overlaps = task_distributions(ax, memories @ direction, TARGETS)
-        ax.set_xlabel(f"memories along the direction\n{name}")
-        rows.append({"direction": name, "lowest": min(overlaps), "highest": max(overlaps)})
-    return figure, rows
-
-
-def regression_error(x, y, x_test, y_test):
-    """Mean squared error on new rows of a linear regression from x (M, d) to y (M, A)."""
-    x, x_test = (np.pad(z, ((0, 0), (0, 1)), constant_values=1.0) for z in (x, x_test))
-    solution = np.linalg.lstsq(x, y, rcond=None)[0]
-    return np.square(x_test @ solution - y_test).mean()
+    tokens = meet(agents[0], TARGETS).token[:, :-1]
+    memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
+    direction, _ = pca(memories.mean(axis=1), 1)
+    figure, ax = plt.subplots(figsize=(WIDTH, 2.9))
+    overlaps = task_distributions(ax, memories @ direction[0], TARGETS)
+    ax.set_xlabel("memories along the direction between the means of the tasks")
+    low, high = min(overlaps), max(overlaps)
+    figure.suptitle(f"Neighbouring tasks share {low:.0%} to {high:.0%} of their densities")
+    return figure
 
 
 def refinement_errors(agent, trials, train):
@@ -639,123 +668,115 @@ def refinement_errors(agent, trials, train):
     representation = 1 - (unit * unit[-1]).sum(axis=-1).mean(axis=(1, 2))
     regression = []
     for e in memories:
-        parts = e[:train], action[:train], e[train:], action[train:]
-        regression.append(regression_error(*map(np.concatenate, parts)))
+        e = np.pad(e, ((0, 0), (0, 0), (0, 1)), constant_values=1.0)  # for the bias
+        x, y = np.concatenate(e[:train]), np.concatenate(action[:train])
+        solution, *_ = np.linalg.lstsq(x, y)
+        regression.append(np.square(e[train:] @ solution - action[train:]).mean())
     return representation, np.array(regression)
 
 
-def refinement(axes, errors):
-    """Fig. 7: both errors of each agent and layer, (agents, 2, L + 1)."""
-    titles = "1 - cosine similarity to the last layer", "error of a linear model of the action"
+def draw_refinement(agents, options):
+    """Fig. 7."""
+    velocities = np.random.default_rng(trmrl.TEST_SEED).uniform(0, 3, 30)
+    errors = [refinement_errors(a, meet(a, velocities, episodes=3), train=20) for a in agents]
+    errors = np.array(errors)  # (agents, 2, L + 1)
     layers = range(errors.shape[-1])
-    for i, (ax, title) in enumerate(zip(axes, titles)):
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5))
+    for i, ax in enumerate(axes):
         curves = [dict(zip(layers, agent[i])) for agent in errors]
         draw_curve(ax, curves, None, BLUE, "-", "o")
         ax.set_xticks(layers, [r"$\phi$", *layers[1:]])
-        ax.set(xlabel="memory after layer", title=title)
+        ax.set_xlabel("memory after layer")
         ax.set_ylim(bottom=0)
-        ax.ticklabel_format(axis="y", scilimits=(-2, 4))
-    words = "n = 1" if len(errors) == 1 else f"mean and range of {len(errors)} agents"
-    axes[1].text(0.99, 0.9, words, transform=axes[1].transAxes, ha="right", color=GREY)
-
-
-def draw_refinement(agents, options):
-    velocities = np.random.default_rng(trmrl.TEST_SEED).uniform(0, 3, 30)
-    errors = [refinement_errors(a, meet(a, velocities, episodes=3), train=20) for a in agents]
-    errors = np.array(errors, dtype=float)
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.6))
-    refinement(axes, errors)
-    rows = []
-    for agent, both in zip(agents, errors):
-        for layer, (cosine, regression) in enumerate(both.T):
-            rows.append(dict(run=agent.folder.name, layer=layer, cosine=cosine, mse=regression))
-    return figure, rows
-
-
-def attention(axes, weights, velocity, targets, shown):
-    """Fig. 3: weights (B, T, N) to the memory 0, 1, ... steps ago; one task, then their mean."""
-    top, image, bars = axes
-    _, T, N = weights.shape
-    full = min(T, N) - 1  # from this step on the memory is full
-    steps = min(T, max(60, 2 * N))
-    v, target = velocity[shown, :steps], targets[shown]
-    top.axhspan(target - TOLERANCE, target + TOLERANCE, color=BLUE, alpha=0.18, linewidth=0)
-    top.plot(v, color=BLUE)
-    top.set(ylabel="velocity\n(m/s)", title=f"one task: {target:.3g} m/s")
-    style = dict(aspect="auto", origin="lower", cmap="Greys", interpolation="nearest", vmin=0)
-    most = np.nanmax(weights[shown, full:steps])
-    picture = image.imshow(weights[shown, :steps].T, vmax=most, **style)
-    image.set(xlabel="time step of the first episode", ylabel="age of the memory\n(steps)")
-    image.set_facecolor("#f3dcc8")  # no memory yet
-    image.grid(False)
-    image.set_xlim(-0.5, steps - 0.5)
-    style = dict(orientation="horizontal", fraction=0.08, aspect=40)
-    bar = image.figure.colorbar(picture, ax=image, label="attention, mean of the heads", **style)
-    bar.outline.set_visible(False)
-
-    reached = settled(v, target)
-    for ax in () if reached is None else (top, image):
-        ax.axvline(reached - 0.5, color=RED, linewidth=1.2)
-    words = "not settled" if reached is None else f"settled after {plural(reached, 'step')}"
-    top.text(0.99, 0.08, words, transform=top.transAxes, **NOTE)
-
-    mean = weights[:, full:].mean(axis=(0, 1))
-    bars.barh(np.arange(N), mean, color=BLUE)
-    bars.set(xlabel="mean attention", title=f"{len(weights)} tasks")
-    for ax in (image, bars):
-        ax.set_yticks(np.arange(0, N, max(1, N // 10)))
-    return mean
+        ax.yaxis.set_major_formatter("{x:g}")
+    axes[0].set_ylabel("1 - cosine similarity\nto the last layer")
+    axes[1].set_ylabel("squared error of a linear\nmodel of the action")
+    words = "n = 1" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
+    axes[1].set_title(words, loc="right", fontsize=8, color=GREY)
+    return figure
 
 
 def draw_attention(agents, options):
+    """Fig. 3: attention to the memory 0, 1, ... steps ago: in one task, and the mean of many."""
     trials = meet(agents[0], TEST_TARGETS)
     _, weights = look_inside(agents[0], trials)
-    ratios = dict(width_ratios=[3, 1], height_ratios=[1, 1.8])
-    cells = [["top", "bars"], ["image", "bars"]]
-    figure, axes = plt.subplot_mosaic(cells, figsize=(WIDTH, 3.5), **ratios)
-    axes["top"].sharex(axes["image"])
-    axes = [axes[name] for name in ("top", "image", "bars")]
-    mean = attention(axes, weights, trials.info["x_velocity"], TEST_TARGETS, shown=13)
-    return figure, [{"age": age, "attention": float(x)} for age, x in enumerate(mean)]
+    _, T, N = weights.shape
+    steps = min(T, max(60, 2 * N))
+    full = min(T, N) - 1  # from this step on the memory is full
+    shown = 13
+    target = TEST_TARGETS[shown]
+    velocity = trials.info["x_velocity"][shown, :steps]
+    cells = [["top", "."], ["image", "bars"]]
+    ratios = dict(width_ratios=[3, 1], height_ratios=[1, 2])
+    figure, axes = plt.subplot_mosaic(cells, figsize=(WIDTH, 3.2), **ratios)
+    top, image, bars = axes["top"], axes["image"], axes["bars"]
+    top.sharex(image)
+    bars.sharey(image)
+    top.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
+    top.plot(velocity, color=BLUE)
+    top.margins(y=0.5)
+    top.set(ylabel="velocity\n(m/s)", title=f"one task: {target:.3g} m/s (darker: more attention)")
+    reached = settled(velocity, target)
+    words = "not settled"
+    if reached is not None:
+        words = f"settled after {plural(reached, 'step')}"
+        for ax in (top, image):
+            ax.axvline(reached - 0.5, color=RED, linewidth=1.2)
+    top.text(0.99, 0.08, words, transform=top.transAxes, **NOTE)
+
+    picture = image.imshow(weights[shown, :steps].T, aspect="auto", origin="lower", cmap="Greys")
+    picture.set_clim(0, np.nanmax(weights[shown, full:steps]))
+    image.set(xlabel="time step of the first episode", ylabel="age of the memory\n(steps)")
+    image.set_facecolor("#f3dcc8")  # no memory yet
+    image.set_xlim(-0.5, steps - 0.5)
+    image.set_yticks(np.arange(0, N, max(1, N // 10)))
+    image.grid(False)
+    bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
+    bars.set(xlabel="attention", title=f"mean of {len(weights)} tasks")
+    return figure
 
 
-def load_agents(runs):
-    """The first agent that loads and others like it, and why some were refused."""
-    agents, refused = [], []
-    for run in runs:
-        try:
-            agent = trmrl.load_agent(run.path)
-            agents.append((run.finished, agent.config.layers, agent))
-        except trmrl.UserError as error:
-            refused.append(str(error))
-    return [agent for *kind, agent in agents if kind == list(agents[0][:2])], refused
+def find_agents(runs, env="halfcheetah_vel", count=1, layers=0):
+    """Up to `count` agents alike, the best trained first; or none, and what is missing.
 
-
-def draw_agents(name, draw, runs, options, count=1, env="halfcheetah_vel", layers=0):
-    """A figure of up to `count` agents, finished ones first; some figures need several layers."""
-    runs = [run for run in runs if (run.env, run.agent) == (env, "trmrl")]
+    Fig. 7 asks for `layers`: it also takes agents of an ablation, and any with several layers.
+    """
+    runs = [run for run in runs if run.env == env and run.agent == "trmrl"]
     if layers:
         runs = [run for run in runs if run.settings["layers"] > 1 and run.settings["tfixup"]]
     else:
         runs = [run for run in runs if not run.ablation]
-    runs.sort(key=lambda run: (not run.finished, layers and run.settings["layers"] != layers))
-    agents, refused = load_agents(runs)
-    tell(refused, options)
-    if not agents:
-        command = f"python trmrl.py --env {env}" + (f" --layers {layers}" if layers else "")
-        why = f" (refused {plural(len(refused), 'run')}: {refused[0]})" if refused else ""
-        return f"needs a trained agent: {command}{why}"
 
-    agents = agents[:count]
-    figure, rows = draw(agents, options)
+    def rank(run):
+        other_layers = layers and run.settings["layers"] != layers
+        return not run.finished, other_layers, -run.settings["total_steps"]
+
+    found = []
+    refused = []
+    for run in sorted(runs, key=rank):
+        try:
+            found.append((rank(run), trmrl.load_agent(run.path)))
+        except trmrl.UserError as error:
+            refused.append(str(error))
+    agents = [agent for kind, agent in found if kind == found[0][0]]
+    if agents:
+        return agents[:count], ""
+    command = f"python trmrl.py --env {env}" + (f" --layers {layers}" if layers else "")
+    why = f" (refused {plural(len(refused), 'run')}: {refused[0]})" if refused else ""
+    return [], f"needs a trained agent: {command}{why}"
+
+
+def draw_agents(name, draw, runs, options, **wanted):
+    """A figure of trained agents."""
+    agents, missing = find_agents(runs, **wanted)
+    if missing:
+        return missing
+    figure = draw(agents, options)
     trained, total = agents[0].trained_steps / 1e6, agents[0].config.total_steps / 1e6
     if trained < total:
-        words = f"half-trained: {trained:.3g} of {total:.3g} M steps"
-        figure.supxlabel(words, x=0.995, ha="right", fontsize=8, color=GREY)
-    name = f"film_{env}" if name == "film" else name
+        note = f"half-trained: {trained:.3g} of {total:.3g} M steps"
+        figure.supxlabel(note, x=0.995, ha="right", fontsize=8, color=GREY)
     save(figure, name, options, [agent.folder for agent in agents])
-    if rows:
-        write_rows(options.out / f"{name}.csv", rows)
 
 
 def write_rows(path, rows):
@@ -765,19 +786,22 @@ def write_rows(path, rows):
 
 # ---- 5. Film -------------------------------------------------------------------------------------
 
-FILMS = {"halfcheetah_vel": {f"target: {v} m/s": v for v in (0.5, 1.5, 2.5)}}
-FILMS["ant_dir"] = {"forward": 1.0, "backward": -1.0}
+FILMS = {  # captions and tasks
+    "halfcheetah_vel": {f"hidden target: {v} m/s": v for v in (0.5, 1.5, 2.5)},
+    "ant_dir": {"hidden task: run forward": 1.0, "hidden task: run backward": -1.0},
+}
 
 
 def record(agent, envs, tasks, steps):
     """Play an episode: where all joints are (B, T, nq), and velocity or reward (B, T)."""
     player = trmrl.Player(agent, len(tasks), steps)
     observation, _ = envs.reset(seed=trmrl.TEST_SEED, options={"tasks": tasks})
-    positions, values = [], []
+    positions = []
+    values = []
     for _ in range(steps):
         action = player.act(observation, sample=envs.sample_at_test)
         observation, reward, terminated, truncated, info = envs.step(action)
-        player.observe(action, reward, terminated, truncated)
+        player.observe(observation, reward, terminated, truncated)
         if hasattr(envs, "arms"):
             positions.append([arm.data.qpos.copy() for arm in envs.arms])
         else:
@@ -786,56 +810,50 @@ def record(agent, envs, tasks, steps):
     return np.array(positions).swapaxes(0, 1), np.array(values).T
 
 
-def render(folder):
-    """Draw what `photograph` saved. A process of its own, as MuJoCo picks its OpenGL at import."""
-    films = []
-    for body in sorted(Path(folder).glob("*.mjb")):
-        model = mujoco.MjModel.from_binary_path(str(body))
-        data = mujoco.MjData(model)
-        inputs = np.load(body.with_suffix(".npz"))
-        camera, frames = "track", []
-        if len(inputs["goals"]):  # an arm
-            camera = mujoco.MjvCamera()
-            camera.lookat[:] = 0, 0.7, 0.15
-            camera.distance, camera.azimuth, camera.elevation = 1.4, 215, -25
-        with mujoco.Renderer(model, height=160, width=240) as renderer:
-            for qpos in inputs["qpos"]:
-                data.qpos = qpos
-                mujoco.mj_forward(model, data)
-                renderer.update_scene(data, camera=camera)
-                for goal in inputs["goals"]:  # a green sphere
-                    shape = mujoco.mjtGeom.mjGEOM_SPHERE, np.full(3, 0.02), goal, np.eye(3).ravel()
-                    green = np.array([0.1, 0.9, 0.2, 1], dtype=np.float32)
-                    geom = renderer.scene.geoms[renderer.scene.ngeom]
-                    mujoco.mjv_initGeom(geom, *shape, green)
-                    renderer.scene.ngeom += 1
-                frames.append(renderer.render())
-        films.append(frames)
-    np.save(f"{folder}/frames.npy", np.array(films))
+def render(model, positions, goals):
+    """Frames of a body whose qpos are the positions (T, nq), and of an arm's goals."""
+    camera = "track"
+    if goals:
+        camera = mujoco.MjvCamera()
+        camera.lookat[:] = 0, 0.7, 0.15
+        camera.distance, camera.azimuth, camera.elevation = 1.4, 215, -25
+    data = mujoco.MjData(model)
+    frames = []
+    with mujoco.Renderer(model, height=180, width=240) as renderer:
+        for qpos in positions:
+            data.qpos = qpos
+            mujoco.mj_forward(model, data)
+            renderer.update_scene(data, camera=camera)
+            for goal in goals:  # a green sphere
+                geom = renderer.scene.geoms[renderer.scene.ngeom]
+                shape = mujoco.mjtGeom.mjGEOM_SPHERE, np.full(3, 0.02), goal, np.eye(3).ravel()
+                mujoco.mjv_initGeom(geom, *shape, np.array([0.1, 0.9, 0.2, 1], np.float32))
+                renderer.scene.ngeom += 1
+            frames.append(renderer.render())
+    return frames
 
 
 def photograph(models, positions, goals):
     """B models, their qpos (B, T, nq) and goals -> frames (B, T, height, width, 3)."""
-    environment = {"MUJOCO_GL": "egl" if sys.platform == "linux" else ""} | os.environ
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (model, qpos, goal) in enumerate(zip(models, positions, goals)):
-            mujoco.mj_saveModel(model, f"{folder}/{i}.mjb")
-            np.savez(f"{folder}/{i}.npz", qpos=qpos, goals=goal)
-        command = [sys.executable, "-c", f"import plots; plots.render({folder!r})"]
-        where = dict(cwd=Path(__file__).parent, env=environment)
-        child = subprocess.run(command, capture_output=True, text=True, **where)
-        if child.returncode == 0:
-            return np.load(f"{folder}/frames.npy")
-    tried = f"MUJOCO_GL={environment['MUJOCO_GL']}: {' '.join(child.stderr.split())[-100:]}"
-    raise trmrl.UserError(f"film needs off-screen OpenGL, such as Debian's libegl1 ({tried})")
+    try:
+        if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
+            from mujoco.egl import GLContext  # needs no screen
+
+            mujoco.gl_context.GLContext = GLContext
+        return np.array([render(*each) for each in zip(models, positions, goals)])
+    except Exception as error:  # whatever a missing library provokes
+        needs = "film needs off-screen OpenGL, such as Debian's libegl1"
+        raise trmrl.UserError(f"{needs} ({trmrl.one_line(error)})") from None
 
 
 def film(frames, values, captions, ylabel, targets=()):
     """A picture of every second step: bodies (B, T, height, width, 3), above a curve (B, T)."""
-    figure, axes = plt.subplots(2, len(frames), figsize=(WIDTH, 3.1), sharex="row", sharey="row")
+    how = dict(sharex="row", sharey="row", height_ratios=[1.5, 1])
+    figure, axes = plt.subplots(2, len(frames), figsize=(WIDTH, 3.4), **how)
     for ax, target in zip(axes[1], targets):
-        ax.axhspan(target - TOLERANCE, target + TOLERANCE, color=BLUE, alpha=0.18, linewidth=0)
-    images, lines = [], []
+        ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
+    images = []
+    lines = []
     for (top, bottom), caption, body, value in zip(axes.T, captions, frames, values):
         top.set_title(caption)
         top.axis("off")
@@ -843,6 +861,7 @@ def film(frames, values, captions, ylabel, targets=()):
         images.append(top.imshow(body[0]))
         lines += bottom.plot(value, color=BLUE)
     axes[1, 0].set_ylabel(ylabel)
+
     pictures = []
     for t in range(0, values.shape[1], 2):
         for image, line, body, value in zip(images, lines, frames, values):
@@ -851,38 +870,38 @@ def film(frames, values, captions, ylabel, targets=()):
         figure.canvas.draw()
         figure.set_layout_engine("none")  # the layout of the first picture stays
         pictures.append(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy())
-    return figure, pictures
+    plt.close(figure)
+    return pictures
 
 
-def write_gif(path, pictures, most_bytes=1_500_000):
-    """An animation; it gets fewer colours, then fewer pictures, until it is small enough."""
+def write_gif(path, pictures):
     from PIL import Image  # comes with Matplotlib
 
-    for colors, every in ((64, 1), (32, 1), (16, 1), (16, 2), (16, 3)):
-        images = [Image.fromarray(picture) for picture in pictures[::every]]
-        images = [image.quantize(colors, dither=Image.Dither.NONE) for image in images]
-        how = dict(append_images=images[1:], duration=100 * every, loop=0)
-        images[0].save(path, save_all=True, **how)
-        if path.stat().st_size <= most_bytes:
-            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [Image.fromarray(picture) for picture in pictures]
+    images = [image.quantize(64, dither=Image.Dither.NONE) for image in images]  # to make it small
+    images[0].save(path, save_all=True, append_images=images[1:], duration=100, loop=0)
 
 
-def draw_film(agents, options):
-    env = agents[0].config.env
-    tasks = FILMS.get(env, {"goal 1": 0, "goal 2": 0, "goal 3": 0})
+def draw_film(runs, options):
+    env = options.env
+    agents, missing = find_agents(runs, env=env)
+    if missing:
+        return missing
+    tasks = FILMS.get(env, {"hidden goal 1": 0, "hidden goal 2": 0, "hidden goal 3": 0})
+    targets = list(tasks.values())
     envs = trmrl.make_tasks(env, len(tasks), split="test")
-    targets = np.reshape(list(tasks.values()), (-1, 1))
     arms = getattr(envs, "arms", ())
-    positions, values = record(agents[0], envs, envs.tasks if arms else targets, steps=80)
+    hidden = envs.tasks if arms else np.reshape(targets, (-1, 1))
+    positions, values = record(agents[0], envs, hidden, steps=80)
     models = [arm.model for arm in arms] or [envs.model] * len(tasks)
     goals = [[arm._target_pos] for arm in arms] or [[]] * len(tasks)
     frames = photograph(models, positions, goals)
     ylabel = "reward" if arms else "velocity (m/s)"
-    bands = targets[:, 0] if env == "halfcheetah_vel" else ()
-    figure, pictures = film(frames, values, list(tasks), ylabel, bands)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_gif(options.out / f"film_{env}.gif", pictures)
-    return figure, None
+    bands = targets if env == "halfcheetah_vel" else ()
+    path = options.out / f"film_{env}.gif"
+    write_gif(path, film(frames, values, list(tasks), ylabel, bands))
+    report(f"{path}: from 1 run", [agents[0].folder], options)
 
 
 # ---- 6. Benchmark --------------------------------------------------------------------------------
@@ -895,7 +914,8 @@ def rates(works, seconds=0.5, rounds=6):
     speeds = dict.fromkeys(works, 0.0)
     for round in range(rounds + 1):  # in turn: other programs slow all works down alike
         for name, (work, steps) in works.items():
-            calls, began = 0, time.perf_counter()
+            calls = 0
+            began = time.perf_counter()
             while (now := time.perf_counter()) - began < seconds:
                 work()
                 calls += 1
@@ -920,8 +940,8 @@ def raw_physics(envs, calls=200):
 
 def stepping(envs, calls=200):
     """A VectorEnv under random actions; where an episode ends, the next one begins."""
-    rng, shape = np.random.default_rng(0), envs.action_space.shape
-    by_hand = envs.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.DISABLED
+    rng = np.random.default_rng(0)
+    shape = envs.action_space.shape
 
     def work():
         envs.reset(seed=0)
@@ -929,7 +949,7 @@ def stepping(envs, calls=200):
             actions = rng.uniform(-1, 1, shape).astype(np.float32)
             _, _, terminated, truncated, _ = envs.step(actions)
             done = terminated | truncated
-            if by_hand and done.any():
+            if done.any():
                 envs.reset(options={"reset_mask": done})
 
     return work, calls * shape[0]
@@ -938,70 +958,66 @@ def stepping(envs, calls=200):
 def network_alone(agent):
     """Forward and backward of ten minibatches of random windows."""
     M, N = agent.config.minibatch, agent.config.memory_length
-    slots = torch.randn(M, N, agent.phi.in_features, device=agent.device)
+    tokens = torch.randn(M, N, agent.phi.in_features, device=agent.device)
     current = torch.full((M,), N - 1, device=agent.device)
 
     def work():
         for _ in range(10):
             agent.zero_grad()
-            e = agent.transformer(agent.phi(slots) + agent.positions, current)
-            (agent.policy(e).mean() + agent.value(e).mean()).backward()
+            e = agent.transformer(agent.phi(tokens) + agent.positions, current)
+            loss = agent.policy(e).mean() + agent.value(e).mean()
+            loss.backward()
         agent.phi.weight.grad.sum().item()  # wait for the device
 
     return work, 10 * M / agent.config.epochs
 
 
-def setup(env, device, **changes):
-    """Environments, a new agent with the preset of an env, and the halves of an iteration."""
+def all_works(env, device, **changes):
+    """{(group, what): (work, steps)} for the preset of an env."""
     config = trmrl.Config(env=env, device=device, **changes)
-    config, envs, _ = trmrl.prepare(config, trmrl.make_tasks)
-    agent = trmrl.TrMRL(config, envs.sizes).to(config.device)
-    optimizer = torch.optim.Adam(agent.parameter_groups(), eps=1e-5, fused=True)
-    generator = torch.Generator(config.device)
-    collect = partial(trmrl.collect, agent, envs, envs.tasks, envs.episode_length, True, 0)
-    update = partial(agent.update, optimizer=optimizer, generator=generator)
-    return envs, agent, collect, update
-
-
-def measure(env, device):
-    """Rows of group, what and steps per second, for the preset of an env."""
-    envs, agent, collect, update = setup(env, device)
-    steps = envs.num_envs * envs.episode_length
+    run = trmrl.Run("", config, trmrl.make_tasks, trmrl.TrMRL)
+    agent, envs = run.agent, run.envs
+    generator = torch.Generator(agent.device)
     bodies = [lambda: gymnasium.make(BODIES[env])] * envs.num_envs
-    trials = collect()
-    works = {
+    by_hand = gymnasium.vector.AutoresetMode.DISABLED
+    gym_envs = gymnasium.vector.SyncVectorEnv(bodies, autoreset_mode=by_hand)
+    steps = envs.num_envs * envs.episode_length
+
+    def collect():
+        return trmrl.collect(agent, envs, envs.tasks, envs.episode_length, True, 0)
+
+    def update(trials):
+        agent.update(trials, run.optimizer, generator)
+
+    return {
         ("physics", "raw MuJoCo"): raw_physics(envs),
-        ("physics", "SyncVectorEnv of gym.make"): stepping(gymnasium.vector.SyncVectorEnv(bodies)),
+        ("physics", "SyncVectorEnv of gym.make"): stepping(gym_envs),
         ("physics", "our tasks"): stepping(envs),
         ("network", "network alone"): network_alone(agent),
-        ("network", "our update"): (lambda: update(trials), steps),
+        ("network", "our update"): (partial(update, collect()), steps),
         ("end to end", "our iteration"): (lambda: update(collect()), steps),
     }
-    speeds = rates(works).items()
-    return [dict(group=g, what=what, steps_per_second=speed) for (g, what), speed in speeds]
-
-
-def benchmark(axes, rows):
-    """Speeds, a panel for each group; ours in blue, limits and others in grey."""
-    most = max(row["steps_per_second"] for row in rows)
-    for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
-        speeds = {row["what"]: row["steps_per_second"] for row in each}
-        colors = [BLUE if name.startswith("our") else "#bbbbbb" for name in speeds]
-        bars = ax.barh(list(speeds), list(speeds.values()), color=colors)
-        ax.bar_label(bars, fmt="{:,.0f}", padding=4)
-        ax.invert_yaxis()
-        ax.set(title=group, xticks=[], xlim=(0, 1.15 * most))
-        ax.grid(False)
-        ax.spines[:].set_visible(False)
 
 
 def draw_benchmark(runs, options):
+    """Speeds, a panel for each group; ours in blue, limits and others in grey."""
     if options.env not in BODIES:
         raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {options.env}")
-    rows = measure(options.env, options.device)
-    print(trmrl.csv_text(rows, header=True), end="")
-    figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1])
-    benchmark(axes, rows)
+    rows = []
+    for (group, what), speed in rates(all_works(options.env, options.device)).items():
+        rows.append(dict(group=group, what=what, steps_per_second=speed))
+
+    figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1], sharex=True)
+    for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
+        speeds = {row["what"]: row["steps_per_second"] for row in each}
+        colors = [BLUE if what.startswith("our") else "#bbbbbb" for what in speeds]
+        bars = ax.barh(list(speeds), list(speeds.values()), color=colors)
+        ax.bar_label(bars, fmt="{:,.0f}", padding=4)
+        ax.invert_yaxis()
+        ax.set(title=group, xticks=[])
+        ax.margins(x=0.15)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
     figure.supxlabel(f"environment steps per second, {ENVS[options.env]}", fontsize=9.5)
     name = "benchmark" if options.env == "halfcheetah_vel" else f"benchmark_{options.env}"
     save(figure, name, options, [])
@@ -1015,14 +1031,13 @@ SIZES |= {"d_model": (32, 64, 128, 256), "num_tasks": (5, 10, 20, 40, 80)}
 def draw_scaling(runs, options):
     """Speed of HalfCheetahVel's preset with one size changed at a time, into scaling.csv."""
     rows = []
-    for name, value in [(name, value) for name, values in SIZES.items() for value in values]:
-        envs, _, collect, update = setup("halfcheetah_vel", options.device, **{name: value})
-        steps = envs.num_envs * envs.episode_length
-        works = {"collect": (collect, steps), "update": (partial(update, collect()), steps)}
-        seconds = {f"{half}_seconds": steps / v for half, v in rates(works, 0.1, 2).items()}
-        speed = round(steps / sum(seconds.values()))
-        rows.append({"setting": name, "value": value, **seconds, "steps_per_second": speed})
-        print(trmrl.csv_text(rows[-1:], header=len(rows) == 1), end="", flush=True)
+    for name, values in SIZES.items():
+        for value in values:
+            works = all_works("halfcheetah_vel", options.device, **{name: value})
+            whole = {name: works["end to end", "our iteration"]}
+            speed = rates(whole, seconds=0.3, rounds=2)[name]
+            rows.append(dict(setting=name, value=value, steps_per_second=round(speed)))
+            print(trmrl.csv_text(rows[-1:], header=len(rows) == 1), end="", flush=True)
     write_rows(options.out / "scaling.csv", rows)
 
 
@@ -1031,7 +1046,7 @@ def draw_scaling(runs, options):
 # A document has lines <!-- table NAME --> and <!-- end -->; what is between them is written anew.
 # NAME is summary, an env, ablation_<ablation>, classes, or the name of a csv file in results/.
 
-DOCUMENTS = "README.md", "docs/results.md"
+DOCUMENTS = Path("README.md"), Path("docs/results.md")
 THRESHOLDS = {"halfcheetah_vel": -50, "ant_dir": 300}
 
 
@@ -1044,29 +1059,22 @@ def markdown(rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cell(values, value="return", spread=False):
-    """The mean of the seeds as -20.1, 814 or 97 %, with the lowest and the highest if asked."""
-    if not values or np.isnan(values).any():
+def episode_cell(seeds, episode, spread=False, **wanted):
+    """An episode of the last meta-test: the mean as -20.1, 814 or 97 %, the range if asked."""
+    wanted = {"split": "test"} | wanted
+    curves = [means(run, "episode", step=run.steps, **wanted) for run in seeds]
+    values = [curve.get(episode, math.nan) for curve in curves]
+    if np.isnan(values).any():
         return "-"
-
     digits = int(abs(np.mean(values)) < 200)
 
     def show(x):
-        return f"{100 * x:.0f} %" if value == "success" else f"{x:.{digits}f}"
+        return f"{100 * x:.0f} %" if seeds[0].value == "success" else f"{x:.{digits}f}"
 
     text = show(np.mean(values))
     if spread and len(values) > 1:
         text += f" ({show(min(values))} to {show(max(values))})"
     return text
-
-
-def episode_cell(seeds, episode, spread=False, **wanted):
-    """An episode of the last meta-test, mean over tasks and seeds."""
-    unusual = is_arm(seeds[0].env) and seeds[0].tests[0]["actions"] == "mean"
-    note = " (mean actions)" if unusual and "actions" not in wanted else ""
-    wanted = {"split": "test"} | wanted
-    curves = [means(run, "episode", step=run.steps, **wanted) for run in seeds]
-    return cell([curve.get(episode, math.nan) for curve in curves], seeds[0].value, spread) + note
 
 
 def env_table(env, groups):
@@ -1154,45 +1162,40 @@ def make_table(name, groups, runs, folder, options):
     raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}")
 
 
-def fill_tables(text, make):
-    """Write make(NAME) between <!-- table NAME --> and <!-- end -->, wherever they are."""
-    pattern = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-    return pattern.sub(lambda found: f"{found[1]}\n{make(found[2])}\n\n{found[3]}", text)
-
-
 def write_tables(runs, options):
     folder = Path(options.runs or "results")
     ours = [run for run in runs if not run.ablation]
-    groups = group_runs(ours, lambda run: run.agent, options)
-    make = partial(make_table, groups=groups, runs=runs, folder=folder, options=options)
-    for document in map(Path, DOCUMENTS):
-        if document.exists():
-            text = document.read_text()
-            document.write_text(fill_tables(text, make))
-            print(f"{document}: {plural(text.count('<!-- table '), 'table')}")
-        else:
-            print(f"{document} does not exist")
+    groups = group_runs(ours, agent_of, options)
+
+    def fill(found):
+        table = make_table(found[2], groups, runs, folder, options)
+        return f"{found[1]}\n{table}\n\n{found[3]}"
+
+    pattern = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+    for document in filter(Path.exists, DOCUMENTS):
+        text, count = pattern.subn(fill, document.read_text())
+        document.write_text(text)
+        print(f"{document}: {plural(count, 'table')}")
 
 
 # ---- 8. Command line -----------------------------------------------------------------------------
 
+FIG_4 = learning_curve, meta_training, "episode 1", LABELLED
+FIG_5 = episode_curve, adaptation, "test tasks", AGENTS
+FIG_6 = partial(episode_curve, split="ood"), adaptation, "out of distribution", AGENTS
 FIGURES = {
-    "meta_training": draw_meta_training,
-    "fast_adaptation": partial(draw_adaptation, "fast_adaptation", "test"),
-    "ood": partial(draw_adaptation, "ood", "ood"),
+    "meta_training": partial(draw_learning, "meta_training", *FIG_4),
+    "fast_adaptation": partial(draw_learning, "fast_adaptation", *FIG_5),
+    "ood": partial(draw_learning, "ood", *FIG_6),
     "refinement": partial(draw_agents, "refinement", draw_refinement, count=3, layers=4),
     "latent": partial(draw_agents, "latent", draw_latent),
-    "online_adaptation": partial(draw_agents, "online_adaptation", draw_online_adaptation, count=3),
+    "online_adaptation": partial(draw_agents, "online_adaptation", draw_online_adaptation),
     "task_distributions": partial(draw_agents, "task_distributions", draw_task_distributions),
     "attention": partial(draw_agents, "attention", draw_attention),
 }
 FIGURES |= {f"ablation_{which}": partial(draw_ablation, which) for which in ABLATIONS}
-OTHERS = {
-    "film": lambda runs, options: draw_agents("film", draw_film, runs, options, env=options.env),
-    "benchmark": draw_benchmark,
-    "scaling": draw_scaling,
-    "tables": write_tables,
-}
+OTHERS = {"film": draw_film, "benchmark": draw_benchmark, "scaling": draw_scaling}
+OTHERS["tables"] = write_tables
 
 
 def parse(argv):
@@ -1220,8 +1223,7 @@ def parse(argv):
 def main(argv=None):
     """Exit status: 0, 1 if a figure failed, 2 for a user's mistake."""
     plt.switch_backend("Agg")
-    for group, values in STYLE.items():
-        plt.rc(group, **values)
+    plt.rcParams.update(STYLE)
     torch.set_num_threads(1)
     status = 0
     try:

@@ -2002,8 +2002,7 @@ def test_every_figure_is_drawn_with_weak_agents(weak_runs, tmp_path, capsys):
     figures = [plots.plt.figure(number) for number in plots.plt.get_fignums()]
     notes = [figure.get_supxlabel() for figure in figures]
     assert notes.count("half-trained: 0.0001 of 0.0002 M steps") == 5
-    rows = plots.read_csv(tmp_path / "online_adaptation.csv")
-    assert rows[0]["test tasks"] == "20" and rows[0]["median steps"] == "inf"
+    assert "0 of 5 hidden target velocities found" in [f.get_suptitle() for f in figures]
 
 
 def test_without_agents_or_runs_each_figure_says_what_to_type(tmp_path, capsys):

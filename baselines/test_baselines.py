@@ -21,7 +21,7 @@ from torch.distributions import Independent, Normal, TransformedDistribution, kl
 from torch.distributions.transforms import TanhTransform
 
 import trmrl
-from baselines import maml, pearl
+from baselines import maml, pearl, rl2
 from baselines.maml import Maml
 from baselines.oracle import Oracle
 from baselines.pearl import Pearl
@@ -114,6 +114,12 @@ def all_steps(trials):
     return torch.arange(R)[:, None].expand(R, T), torch.arange(T).expand(R, T)
 
 
+def predictions(agent, trials):
+    """log_prob of the stored actions and value of all steps, (R, T) each, as PPO sees them."""
+    mean, value = agent(trials, *all_steps(trials))
+    return agent.log_prob(mean, trials.action), value
+
+
 def memories_by_hand(trials, row, t):
     """(s, a, r, eta) of the steps 0 to t of a row, one step after the other: (1, t + 1, 6)."""
     rows = []
@@ -136,7 +142,7 @@ def test_learning_sees_what_acting_saw(agent_class):
     trials = collect(agent, Falling(6), steps=60)
     assert trials.terminated.sum() > 10
     with torch.no_grad():
-        log_prob, value = agent.log_prob_and_value(trials, *all_steps(trials))
+        log_prob, value = predictions(agent, trials)
     torch.testing.assert_close(log_prob, trials.log_prob, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(value, trials.value, atol=1e-5, rtol=1e-5)
 
@@ -154,7 +160,8 @@ def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class):
         np.testing.assert_array_equal(first, second)
         np.testing.assert_allclose(first, trials.action[:, t], atol=1e-5)
         terminated, done = trials.terminated[:, t], trials.eta[:, t] > 0
-        player.observe(first, trials.reward[:, t], terminated, done & ~terminated)
+        following = trials.observation[:, t + 1]
+        player.observe(following, trials.reward[:, t], terminated, done & ~terminated)
 
 
 @for_each(*AGENTS)
@@ -214,8 +221,7 @@ def test_the_oracle_sees_the_state_and_the_task_and_nothing_else():
     with_other_task.task[2] += 1.0
 
     before, other_past, other_task = (
-        agent.log_prob_and_value(x, *all_steps(trials))[1]
-        for x in (trials, with_other_past, with_other_task)
+        predictions(agent, x)[1] for x in (trials, with_other_past, with_other_task)
     )
     changed = other_past != before  # by the states of the other steps
     assert changed[:, :30].all() and not changed[:, 30].any() and changed[:, 31:].all()
@@ -256,14 +262,19 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
     assert (gradient[1, 26:] == 0).all() and (gradient[[0, 2]] == 0).all()
 
 
-def test_a_minibatch_of_rl2_is_made_of_whole_trials():
+def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_trials():
     agent = make_agent(RL2, minibatch=130)
-    trials = collect(agent, PointMass(8))
+    trials = collect(agent, PointMass(4), steps=120)  # three segments of 40 in each row
     batches = list(agent.minibatches(trials, torch.Generator()))
-    assert len(batches) == 2  # of three trials; the last two trials are left out
-    rows = torch.cat([row for row, _ in batches])
-    assert (rows == rows[:, :1]).all() and len(rows[:, 0].unique()) == 6
-    assert all(torch.equal(t, torch.arange(40).expand(3, 40)) for _, t in batches)
+    assert [row.shape for row, _ in batches] == [(3, 40)] * 4
+    row, t = (torch.cat(x) for x in zip(*batches))
+    assert (row == row[:, :1]).all() and (t == t[:, :1] + torch.arange(40)).all()
+    assert len((120 * row + t).unique()) == 4 * 120  # every step once
+
+    with torch.no_grad():
+        whole = agent.gru(gru_inputs(trials, *all_steps(trials)))[0]
+        torch.testing.assert_close(agent.recall(trials, row, t), whole[row, t])
+    assert len(list(make_agent(RL2, minibatch=200).minibatches(trials, torch.Generator()))) == 2
 
 
 # ---- VariBAD -------------------------------------------------------------------------------------
@@ -295,7 +306,7 @@ def elbo_by_brute_force(agent, trials, noise):
     return rewards, kls
 
 
-def test_the_elbo_equals_a_brute_force_sum():
+def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
     R, T = 2, 22
     agent = make_agent(VariBAD, latent_size=3)
     trials = collect(agent, Falling(R), T)
@@ -310,6 +321,10 @@ def test_the_elbo_equals_a_brute_force_sum():
     ours = torch.autograd.grad(error + kl, agent.vae.parameters())
     brute_force = torch.autograd.grad((kls - rewards) / (R * T * T), agent.vae.parameters())
     torch.testing.assert_close(ours, brute_force, rtol=1e-3, atol=1e-6)
+
+    # In segments, too: only gradients end where a segment begins.
+    monkeypatch.setattr(rl2, "SEGMENT", 11)
+    torch.testing.assert_close(agent.negative_elbo(trials, every, every, noise), (error, kl))
 
     # One belief and one reward at a time, it is the same on average.
     samples = []
@@ -341,7 +356,7 @@ def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_
     agent = make_agent(VariBAD)
     trials = collect(agent, PointMass(8))
     agent.act(trials, 39, True)  # with gradients, unlike in collect
-    log_prob, value = agent.log_prob_and_value(trials, *all_steps(trials))
+    log_prob, value = predictions(agent, trials)
     (log_prob + value).sum().backward()
     assert all(p.grad is None for p in agent.vae.parameters())
     assert all(p.grad.abs().max() > 0 for p in agent.policy.parameters())
@@ -554,8 +569,8 @@ def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():
     assert step[..., 2].unique().tolist() == list(range(12))
 
     last = context[..., 2].amax(dim=1)
-    assert last.unique().tolist() == [3, 7, 11]  # one, two or three episodes of 4 steps
-    assert all(30 < (last == t).sum() < 110 for t in (3, 7, 11))
+    assert last.unique().tolist() == [3, 7]  # one or two of the three episodes of 4 steps
+    assert 70 < (last == 3).sum() < 130
 
 
 def test_recent_trials_are_drawn_more_often():
