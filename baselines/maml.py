@@ -42,9 +42,8 @@ FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
 
 COMMON = dict(episodes_per_trial=2, lr=0.0)  # TRPO, not Adam, changes the weights
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-PRESETS["halfcheetah_vel"] |= dict(total_steps=10_000_000, num_tasks=40)
-PRESETS["halfcheetah_vel"] |= dict(init_std=0.5, gamma=0.9, gae_lambda=0.8)
-PRESETS["ant_dir"] |= dict(total_steps=10_000_000, num_tasks=40)
+PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
+PRESETS["ant_dir"] |= dict(total_steps=5_000_000)
 
 
 @dataclass
@@ -58,19 +57,26 @@ class Config(trmrl.Config):
     gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
     inner_lr: float = setting("MAML", 0.1, "alpha, size of the inner step", high=1000)
-    max_kl: float = setting("MAML", 0.03, "largest KL divergence of an outer step", low=1e-6)
+    max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
 
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# The baseline has two parts. The mean reward of the row knows the task. The linear function of Duan
-# et al. (2016) knows state and time and is the same for all tasks. The usual code fits it to the 20
-# episodes of a task. Fitted to our single episode it would explain the noise away, so we fit it to
-# all tasks of the previous batch.
+# The baseline is linear, as that of Duan et al. (2016). The usual code fits it to the 20 episodes
+# of a task. Fitted to our single episode it would explain the noise away, so we fit it to all tasks
+# of the previous batch. The mean reward of a row tells it the task: what a velocity is worth, say,
+# depends on the task.
 
 
-def features(trials, row, T):
-    """Of the first T steps of the rows `row` (R,), for the linear baseline: (R, T, F)."""
+def mean_reward(trials, row, mask):
+    """The mean reward of the rows `row` (R,) where the mask (R, T) is true: (R, 1)."""
+    reward = trials.reward[row, : mask.shape[1]]
+    return (reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
+
+
+def features(trials, row, mask):
+    """Features (R, T, F) of the first T steps of the rows `row` (R,), for the linear baseline."""
+    T = mask.shape[1]
     state = trials.state[row, :T]
     step = torch.arange(T, device=state.device)
     done = trials.eta[row, :T] > 0
@@ -79,7 +85,9 @@ def features(trials, row, T):
     began = (done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
     began[:, 0] = 0
     time = (step - began)[..., None] / 100
-    return torch.cat([state, state**2, time, time**2, time**3, torch.ones_like(time)], dim=-1)
+    of_task = mean_reward(trials, row, mask)[..., None] * state
+    of_time = [time, time**2, time**3, torch.ones_like(time)]
+    return torch.cat([state, state**2, of_task, *of_time], dim=-1)
 
 
 def advantages(trials, row, mask, beta, gamma, lam):
@@ -87,9 +95,8 @@ def advantages(trials, row, mask, beta, gamma, lam):
     T = mask.shape[1]
     reward = trials.reward[row, :T]
     done = trials.eta[row, :T] > 0
-    done[:, -1] = True
-    mean_reward = (reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
-    value = mean_reward / (1 - gamma) + features(trials, row, T) @ beta
+    done[:, -1] = True  # the row may go on after T
+    value = mean_reward(trials, row, mask) / (1 - gamma) + features(trials, row, mask) @ beta
 
     # A fall is worth 0 from then on. At a time limit the last value stands for what would follow.
     next_value = torch.where(done, value, value.roll(-1, dims=1))
@@ -99,7 +106,7 @@ def advantages(trials, row, mask, beta, gamma, lam):
 
 def fit_baseline(trials, row, mask, gamma):
     """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
-    X = features(trials, row, mask.shape[1])[mask]  # (M, F)
+    X = features(trials, row, mask)[mask]  # (M, F)
     beta = X.new_zeros(X.shape[1])
     # With beta = 0 and lambda = 1 these are returns less mean_reward / (1 - gamma).
     y = advantages(trials, row, mask, beta, gamma, 1.0)[mask]
@@ -176,7 +183,7 @@ class Maml(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S)
         self.test_episodes = config.episodes_per_trial + 1  # the second after the inner step
         del self.value  # the baseline is linear
-        self.register_buffer("betas", torch.zeros(2, 2 * S + 4))  # exploring and adapted
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # exploring and adapted
 
     @property
     def theta(self):

@@ -22,7 +22,7 @@ The main differences from the paper:
   are drawn from the whole replay, recent ones more often.
 - A transition of the context is (s, a, r), without the next state.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
-  300 units. Ours: 16 tasks with 32 transitions, 128 units, and a gamma of 0.95 instead of 0.99.
+  300 units. Ours: 16 tasks with 32 transitions, 128 units, and the presets' gamma, not 0.99.
 - SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
   Observations are normalised, and rewards are scaled so that Q is about 1.
 
@@ -45,8 +45,10 @@ from torch import nn
 import trmrl
 from trmrl import setting
 
-SAC = dict(total_steps=1_500_000, num_tasks=20, episodes_per_trial=3, gamma=0.95, lr=1e-3)
+SAC = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | SAC for env, preset in trmrl.PRESETS.items()}
+PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
+PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
 
 
@@ -67,7 +69,7 @@ class Config(trmrl.Config):
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
-    kl_weight: float = setting("SAC", 1e-4, "weight of the KL divergence to the prior")
+    kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting(
         "SAC", 0.01, "tau: how fast the target Q functions follow", low=1e-6, high=1
     )

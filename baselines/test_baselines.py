@@ -619,9 +619,10 @@ def episodes_by_hand(agent, trials, r):
     return episodes[:explorations], episodes[explorations:]
 
 
-def features_by_hand(trials, r, t, time):
+def features_by_hand(trials, r, t, time, mean_reward):
     s = trials.state[r, t].double()
-    return torch.cat([s, s * s, torch.tensor([time, time**2, time**3, 1.0], dtype=torch.double)])
+    time = torch.tensor([time, time**2, time**3, 1.0], dtype=torch.double)
+    return torch.cat([s, s * s, mean_reward * s, time])
 
 
 def advantages_by_hand(agent, trials, r, kind):
@@ -633,7 +634,7 @@ def advantages_by_hand(agent, trials, r, kind):
     result = []
     for steps in episodes:
         value = [
-            mean / (1 - gamma) + features_by_hand(trials, r, t, i / 100) @ beta
+            mean / (1 - gamma) + features_by_hand(trials, r, t, i / 100, mean) @ beta
             for i, t in enumerate(steps)
         ]
         after = 0.0 if trials.terminated[r, steps[-1]] else value[-1]
@@ -710,17 +711,18 @@ def test_the_linear_baseline_is_the_ridge_regression_of_the_returns():
         for r in range(6):
             episodes = episodes_by_hand(agent, trials, r)[kind]
             reward = trials.reward[r].double().numpy()
-            level = reward[sum(episodes, [])].mean() / (1 - 0.9)
+            mean = reward[sum(episodes, [])].mean()
+            level = mean / (1 - 0.9)
             for steps in episodes:
                 rest = 0.0 if trials.terminated[r, steps[-1]] else level
                 for i, t in enumerate(steps):
                     rewards = [*reward[steps[i:]], rest]
-                    X.append(features_by_hand(trials, r, t, i / 100).numpy())
+                    X.append(features_by_hand(trials, r, t, i / 100, mean).numpy())
                     y.append(0.9 ** np.arange(len(rewards)) @ rewards - level)
 
         # Ridge regression is least squares with one more sample for each feature.
         root = math.sqrt(maml.RIDGE * len(X))
-        X, y = np.vstack([X, root * np.eye(8)]), np.append(y, np.zeros(8))
+        X, y = np.vstack([X, root * np.eye(10)]), np.append(y, np.zeros(10))
         expected = np.linalg.lstsq(X, y, rcond=None)[0]
         np.testing.assert_allclose(agent.betas[kind], expected, rtol=1e-2, atol=1e-2)
 
