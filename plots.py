@@ -965,7 +965,7 @@ def network_alone(agent):
         for _ in range(10):
             agent.zero_grad()
             e = agent.transformer(agent.phi(tokens) + agent.positions, current)
-            loss = agent.policy(e).mean() + agent.value(e).mean()
+            loss = agent.policy_head(e).mean() + agent.value_head(e).mean()
             loss.backward()
         agent.phi.weight.grad.sum().item()  # wait for the device
 

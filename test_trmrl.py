@@ -137,7 +137,7 @@ def make_agent(sizes=(2, 2, 1), **settings):
     """A small agent. Its policy is random and not near zero, so that differences show."""
     torch.manual_seed(0)
     agent = trmrl.TrMRL(trmrl.Config(**SMALL | settings), sizes)
-    nn.init.normal_(agent.policy[-1].weight, std=0.3)
+    nn.init.normal_(agent.policy_head[-1].weight, std=0.3)
     agent.normalizer.update(0.3 + 0.7 * torch.randn(100, sizes[0]))
     return agent
 
@@ -333,7 +333,7 @@ def value_of(agent, memories):
     """The value of one step that sees these memories (n, S + A + 2), without empty slots."""
     e = agent.phi(memories) + agent.positions[: len(memories)]
     e = agent.transformer(e[None], torch.tensor([len(memories) - 1]))
-    return agent.value(e).item()
+    return agent.value_head(e).item()
 
 
 @pytest.mark.parametrize("keep_memory", [False, True])
@@ -537,8 +537,8 @@ def test_an_update_is_plain_adam_over_shuffled_minibatches():
         assert all(len((x // 60).unique()) == 8 for x in chosen), "minibatches must mix the tasks"
 
     advantage, returns = trmrl.advantages_and_targets(twin, trials)
-    value_head = list(twin.value.parameters())
-    others = [p for name, p in twin.named_parameters() if not name.startswith("value.")]
+    value_head = list(twin.value_head.parameters())
+    others = [p for name, p in twin.named_parameters() if not name.startswith("value_head.")]
     groups = [dict(params=others, lr=1e-3), dict(params=value_head, lr=3e-3)]
     adam = torch.optim.Adam(groups, eps=1e-5, foreach=False)
     norms = []
@@ -576,15 +576,39 @@ def test_the_normaliser_knows_all_data_whatever_the_batching():
     assert_same(ours, [1.0, -1.0, 10.0], "states must be standardised, and outliers clipped", 0.1)
 
 
-class OneDevice(TorchDispatchMode):
-    """Each operation must see tensors of one device only."""
+class Operations(TorchDispatchMode):
+    """Counts operations, views not included. Each must see tensors of one device only."""
+
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves = tree_leaves((args, kwargs or {}))
         devices = {x.device.type for x in leaves if isinstance(x, torch.Tensor)}
         copies = func.overloadpacket is torch.ops.aten._to_copy  # an explicit .to(device)
         assert copies or len(devices) <= 1, f"{func} mixes tensors of {devices}"
+        aliases = [x.alias_info for x in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        view = view or func.namespace != "aten" or "_unsafe_view" in func.name()
+        self.count += not view
         return func(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_few_operations():
+    """On a GPU, their number decides the speed of small networks."""
+    agent = make_agent(layers=1, epochs=1)
+    trials, _ = play(agent)
+    optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
+    counts = {}
+    for minibatch in (480, 240, 160):  # 1, 2 and 3 gradient steps; the first prepares Adam
+        agent.config.minibatch = minibatch
+        with Operations() as operations:
+            agent.update(trials, optimizer, torch.Generator())
+        counts[minibatch] = operations.count
+    with torch.no_grad(), Operations() as operations:
+        agent.act(trials, 30, sample=True)
+    gradient_step, acting_step = counts[160] - counts[240], operations.count
+    print(f"{gradient_step} operations per gradient step, {acting_step} per acting step")
+    assert gradient_step <= 234 and acting_step <= 60, "GPUs become slower"
 
 
 @pytest.mark.parametrize("settings", [{}, {"tfixup": False}, {"keep_memory": True}], ids=str)
@@ -607,7 +631,7 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
     module = importlib.import_module("torch.optim.optimizer")
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
-    with OneDevice():
+    with Operations():
         trials, _ = play(agent)
         agent.register_forward_pre_hook(lambda *_: events.append("minibatch"))
         agent.update(trials, optimizer, generator)
@@ -1893,7 +1917,7 @@ def test_looking_inside_shows_what_the_agent_acted_on():
     trials = two_episodes(agent)
     memories, weights = plots.look_inside(agent, trials)
     assert memories.shape == (2, 3, 40, 16) and weights.shape == (3, 40, 4)
-    assert_same(agent.policy(torch.as_tensor(memories[-1])), trials.action, "other actions")
+    assert_same(agent.policy_head(torch.as_tensor(memories[-1])), trials.action, "other actions")
     empty = np.arange(4) > (np.arange(40) % 20)[:, None]  # no memory is older than its episode
     assert (np.isnan(weights) == empty).all()
 
@@ -1910,7 +1934,7 @@ def test_looking_inside_shows_what_the_agent_acted_on():
 
 def test_the_last_layer_is_its_own_refinement():
     agent = make_agent((17, 6, 1), memory_length=4)
-    agent.policy = torch.nn.Linear(16, 6)  # linear in e^L: only there is the regression exact
+    agent.policy_head = torch.nn.Linear(16, 6)  # linear in e^L: only there is the regression exact
     trials = two_episodes(agent, rows=6)
     representation, regression = plots.refinement_errors(agent, trials, train=4)
     memories, _ = plots.look_inside(agent, trials)

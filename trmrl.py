@@ -735,9 +735,9 @@ class Agent(nn.Module):
         S, A, _ = sizes
         self.normalizer = RunningStats(S)
         self.reward_stats = RunningStats(1)
-        self.policy = mlp([memory_size, 64, 64, A], output_scale=0.01)
+        self.policy_head = mlp([memory_size, 64, 64, A], output_scale=0.01)
         self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
-        self.value = mlp([memory_size, 64, 64, 1])
+        self.value_head = mlp([memory_size, 64, 64, 1])
 
     @property
     def device(self):
@@ -749,7 +749,7 @@ class Agent(nn.Module):
     def forward(self, trials, row, t):
         """Mean action (M, A) and value (M,) of the steps t of the rows `row`, (M,) each."""
         e = self.recall(trials, row, t)
-        return self.policy(e), self.value(e).squeeze(-1)
+        return self.policy_head(e), self.value_head(e).squeeze(-1)
 
     def act(self, trials, t, sample):
         """Action (R, A) of step t, a sample or the mean; its log_prob (R,) and the value (R,)."""
@@ -778,8 +778,8 @@ class Agent(nn.Module):
 
     def parameter_groups(self):
         """The value head has a learning rate of its own."""
-        value = list(self.value.parameters())
-        others = [p for name, p in self.named_parameters() if not name.startswith("value.")]
+        value = list(self.value_head.parameters())
+        others = [p for name, p in self.named_parameters() if not name.startswith("value_head.")]
         return [dict(params=others, lr=self.config.lr), dict(params=value, lr=self.config.value_lr)]
 
 

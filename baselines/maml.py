@@ -182,7 +182,7 @@ class Maml(trmrl.Agent):
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
         self.test_episodes = config.episodes_per_trial + 1  # the second after the inner step
-        del self.value  # the baseline is linear
+        del self.value_head  # the baseline is linear
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # exploring and adapted
 
     @property
@@ -191,7 +191,7 @@ class Maml(trmrl.Agent):
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
     def forward(self, state):
-        return self.policy(state), self.log_std
+        return self.policy_head(state), self.log_std
 
     def policy_of(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""

@@ -102,9 +102,11 @@ class Pearl(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        self.value = self.log_std = None  # Q functions instead; the deviation depends on the state
+        self.value_head = self.log_std = (
+            None  # Q functions instead; the deviation depends on the state
+        )
         self.encoder = network(S + A + 1, hidden, 2 * Z)
-        self.policy = network(S + Z, hidden, 2 * A)
+        self.policy_head = network(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
@@ -165,7 +167,7 @@ class Pearl(trmrl.Agent):
 
     def pi(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
-        mean, log_std = self.policy(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
+        mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)
         u = mean + log_std.exp() * noise
         # log pi(a) = sum log N(u) - log(1 - tanh(u)^2). We write 1 - tanh(u)^2 as

@@ -95,7 +95,7 @@ def make_agent(agent_class, **settings):
     agent = agent_class(small_config(agent_class, **settings), (2, 2, 1))
     agent.normalizer.update(3 * torch.randn(100, 2) + 0.3)
     agent.reward_stats.update(torch.randn(100, 1) - 2)
-    for parameter in agent.policy.parameters():
+    for parameter in agent.policy_head.parameters():
         nn.init.normal_(parameter, std=0.3)
     return agent
 
@@ -359,7 +359,7 @@ def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_
     log_prob, value = predictions(agent, trials)
     (log_prob + value).sum().backward()
     assert all(p.grad is None for p in agent.vae.parameters())
-    assert all(p.grad.abs().max() > 0 for p in agent.policy.parameters())
+    assert all(p.grad.abs().max() > 0 for p in agent.policy_head.parameters())
 
     agent.zero_grad()
     steps = torch.arange(40)
@@ -376,7 +376,7 @@ def test_each_part_of_varibad_learns_at_its_own_rate():
     metrics = agent.update(trials, adam(agent), torch.Generator().manual_seed(0))
     assert metrics["updates"] == 2
     for name, p in agent.named_parameters():
-        rate = dict(policy=1e-4, log_std=1e-4, value=0.0, vae=1e-2)[name.split(".")[0]]
+        rate = dict(policy_head=1e-4, log_std=1e-4, value_head=0.0, vae=1e-2)[name.split(".")[0]]
         step = (p - before[name]).abs().max().item()  # Adam's first step has the size of its rate
         assert step == pytest.approx(rate, rel=0.02), name
 
@@ -472,7 +472,7 @@ def losses_by_hand(agent, context, step, next_step, generator):
 
     def act(state, z, noise):
         """An action, and its log_prob times alpha."""
-        mean, log_std = agent.policy(torch.cat([state, z])).split(A)
+        mean, log_std = agent.policy_head(torch.cat([state, z])).split(A)
         policy = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform())
         action = torch.tanh(mean + log_std.exp() * noise)
         return action, alpha * policy.log_prob(action).sum()
@@ -519,7 +519,7 @@ def test_losses_and_gradients_are_those_by_hand():
     for module, own_loss in [
         (agent.critics, critic_loss),
         (agent.encoder, critic_loss + 0.3 * kl),
-        (agent.policy, policy_loss),
+        (agent.policy_head, policy_loss),
     ]:
         gradients = torch.autograd.grad(own_loss, list(module.parameters()), retain_graph=True)
         for x, gradient in zip(module.parameters(), gradients):
@@ -530,7 +530,7 @@ def test_losses_and_gradients_are_those_by_hand():
 
 def test_log_prob_is_finite_for_actions_at_the_limit():
     agent = make_agent(Pearl)
-    nn.init.constant_(agent.policy[-1].bias, 50.0)
+    nn.init.constant_(agent.policy_head[-1].bias, 50.0)
     action, log_prob = agent.pi(torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 2))
     assert (action == 1.0).all() and log_prob.isfinite().all()
 
@@ -602,7 +602,7 @@ EXPLORING, ADAPTED = 0, 1
 def make_maml(hidden=5, **settings):
     """A small policy, and a baseline that is not zero."""
     agent = make_agent(Maml, **dict(inner_lr=0.5, gae_lambda=0.95) | settings)
-    agent.policy = trmrl.mlp([2, hidden, 2])
+    agent.policy_head = trmrl.mlp([2, hidden, 2])
     agent.betas.normal_(std=0.1)
     return agent
 
@@ -660,7 +660,7 @@ def objective_by_hand(agent, trials, r, kind, net, log_std):
 
 def adapted_by_hand(agent, trials, r):
     """The policy of row r after its inner step: a module and a log_std."""
-    net, log_std = copy.deepcopy(agent.policy), agent.log_std.detach().clone().requires_grad_()
+    net, log_std = copy.deepcopy(agent.policy_head), agent.log_std.detach().clone().requires_grad_()
     J = objective_by_hand(agent, trials, r, EXPLORING, net, log_std)
     weights = [log_std, *net.parameters()]
     with torch.no_grad():
@@ -691,7 +691,7 @@ def test_it_explores_with_the_initial_weights_and_then_acts_with_the_adapted_one
     agent = make_maml()
     trials = collect(agent, Falling(6), sample=sample)
     for r in range(6):
-        policies = (agent.policy, agent.log_std), adapted_by_hand(agent, trials, r)
+        policies = (agent.policy_head, agent.log_std), adapted_by_hand(agent, trials, r)
         for kind in (EXPLORING, ADAPTED):
             t = sum(episodes_by_hand(agent, trials, r)[kind], [])
             pi = gaussian(*policies[kind], trials.state[r, t])

@@ -189,7 +189,7 @@ class VariBAD(trmrl.Agent):
     def parameter_groups(self):
         """For Adam: the VAE has a learning rate of its own."""
         others, value = super().parameter_groups()
-        others["params"] = [self.log_std, *self.policy.parameters()]
+        others["params"] = [self.log_std, *self.policy_head.parameters()]
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
         return [others, value, vae]
 
