@@ -2295,7 +2295,7 @@ EXERCISES = {
     "ends": ("advantages_and_targets", "time_limit_bootstraps or rewards_of_any_unit", 15),
     "ppo": ("ppo_loss", "clipped_objective", 10),
     "collect": ("Player.observe collect", "queue_of_algorithm_1 or time_limit_bootstraps", 25),
-    "rl2": ("RL2.recall", "memory_is_a_gru or belief_knows_the_past", 20),
+    "rl2": ("RL2.recall", "memory_is_a_gru or belief_knows_the_past or made_of_segments", 20),
     "theorem": ("", "", 15),
     "curve": ("", "", 10),
     "sceptic": ("", "", 15),
