@@ -779,11 +779,6 @@ def draw_agents(name, draw, runs, options, **wanted):
     save(figure, name, options, [agent.folder for agent in agents])
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(trmrl.csv_text(rows, header=True))
-
-
 # ---- 5. Film -------------------------------------------------------------------------------------
 
 FILMS = {  # captions and tasks
@@ -1021,7 +1016,7 @@ def draw_benchmark(runs, options):
     figure.supxlabel(f"environment steps per second, {ENVS[options.env]}", fontsize=9.5)
     name = "benchmark" if options.env == "halfcheetah_vel" else f"benchmark_{options.env}"
     save(figure, name, options, [])
-    write_rows(options.out / f"{name}.csv", rows)
+    (options.out / f"{name}.csv").write_text(trmrl.csv_text(rows, header=True))
 
 
 SIZES = {"memory_length": (1, 5, 10, 25, 50), "layers": (1, 2, 4, 8, 12)}
@@ -1038,7 +1033,8 @@ def draw_scaling(runs, options):
             speed = rates(whole, seconds=0.3, rounds=2)[name]
             rows.append(dict(setting=name, value=value, steps_per_second=round(speed)))
             print(trmrl.csv_text(rows[-1:], header=len(rows) == 1), end="", flush=True)
-    write_rows(options.out / "scaling.csv", rows)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "scaling.csv").write_text(trmrl.csv_text(rows, header=True))
 
 
 # ---- 7. Tables -----------------------------------------------------------------------------------
@@ -1091,11 +1087,16 @@ def env_table(env, groups):
             row["out of distribution"] = episode_cell(seeds, 1, spread=True, split="ood")
         if env in THRESHOLDS:
             row[f"M steps to {THRESHOLDS[env]}"] = steps_to(seeds, THRESHOLDS[env])
-        lines = [read_csv(run.path / "progress.csv") for run in seeds]
-        minutes = np.mean([float(each[-1]["seconds"]) / 60 for each in lines])
-        speed = np.median([float(line["steps_per_second"]) for each in lines for line in each])
-        table.append(row | {"minutes": f"{minutes:.0f}", "steps/s": f"{speed:,.0f}"})
+        lines = [line for run in seeds for line in read_csv(run.path / "progress.csv")]
+        speed = np.median([float(line["steps_per_second"]) for line in lines])
+        table.append(row | {"minutes": minutes(seeds), "steps/s": f"{speed:,.0f}"})
     return markdown(table)
+
+
+def minutes(seeds):
+    """Wall-clock minutes of a run, mean over seeds."""
+    lines = [read_csv(run.path / "progress.csv")[-1] for run in seeds]
+    return f"{np.mean([float(line['seconds']) for line in lines]) / 60:.0f}" if seeds else "-"
 
 
 def steps_to(seeds, threshold):
@@ -1115,7 +1116,7 @@ def summary_table(groups):
             seeds = groups[env].get(agent, [])
             text = episode_cell(seeds, SHOWN_EPISODE.get(agent, 1)) if seeds else "-"
             row[AGENTS[agent][0]] = text + (" (n = 1)" if len(seeds) == 1 else "")
-        table.append(row)
+        table.append(row | {"minutes": minutes(groups[env].get("trmrl", []))})
     return markdown(table)
 
 
