@@ -117,8 +117,8 @@ def did_you_mean(typed, names):
 # ant's preset with a different learning rate.
 
 # The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
-# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, as many layers as
-# possible and N = 50 on ML1-Reach.
+# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
+# N = 50 on ML1-Reach.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
@@ -162,7 +162,9 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting("training", None, "E, episode lengths per trial", low=1)
+    episodes_per_trial: int = setting(
+        "training", None, "E, episodes per trial; a fall adds another", low=1
+    )
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -171,7 +173,9 @@ class Config:
     heads: int = setting("agent", 4, "attention heads per layer", low=1)
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
     tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
-    keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
+    keep_memory: bool = setting(
+        "agent", False, "keep memories across the episodes of a trial (E > 1)"
+    )
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
     gamma: float = setting(
@@ -220,8 +224,8 @@ class TaskFamily(VectorEnv):
         advance(actions)       one step, actions in [-1, 1]; returns reward, terminated, info
         observation()          what the agent sees, (num_envs, state_size)
 
-    __init__ calls the first two: set what they need before super().__init__. Then pass train a
-    function like make_tasks below.
+    __init__ calls one of the first two: set what they need before super().__init__. Then pass train
+    a function like make_tasks below.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -370,8 +374,9 @@ class AntDir(MujocoFamily):
 def metaworld_goals(env):
     """MetaWorld's own goals: the names of the classes, training goals and test goals.
 
-    Goals are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
-    position of the goal and often that of the object, padded with zeros.
+    The benchmark draws them with seed 0, so they are the same in every run. Goals are (classes, 50,
+    7): the number of the class, then MetaWorld's rand_vec, which holds the position of the goal and
+    often that of the object, padded with zeros.
     """
     import metaworld  # takes a second
 
@@ -426,7 +431,7 @@ class MetaWorldFamily(TaskFamily):
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            raise UserError(f"{n} tasks: each process needs a multiple of {len(self.classes)}")
+            raise UserError(f"{n} tasks (per process) are not a multiple of {len(self.classes)}")
         turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
@@ -489,11 +494,13 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # as E rows of Trials. With --keep-memory, and in a meta-test, they follow each other in one row. A
 # fall ends an episode early; the next one then begins at once, in the same row. How things end:
 #
-#                      eta   memory   trajectory of PPO   value of the next state
-#     fall             1     cleared  ends                0
-#     time limit       1     cleared  ends                bootstrapped
-#      --keep-memory   1     kept     continues           that of the next episode
-#     end of the row   -     -        ends                bootstrapped
+#                      eta   memory    trajectory of PPO   value of the next state
+#     fall             1     cleared   ends                0
+#     time limit       1     cleared   ends                bootstrapped
+#     end of the row   -     -         ends                bootstrapped
+#
+# With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
+# trajectory continues into the next episode.
 
 
 class Trials:
@@ -625,13 +632,13 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
     def forward(self, x, e, visible):
-        """Refine Q memories x (M, Q, d) by attending to the visible ones of e (M, N, d)."""
+        """Refine x (M, n, d), all memories or the current one, by attending to e (M, N, d)."""
         q, k, v = self.query(x), self.key(e), self.value(e)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
         # computes both in one call.
-        mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, Q, d / heads)
+        mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, n, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
         h = self.norm1(x + self.out(mu))
         return self.norm2(h + self.ff2(F.relu(self.ff1(h))))
@@ -644,8 +651,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, not tfixup) for _ in range(layers))
         self.layers.apply(xavier)
-        for layer in self.layers:
-            if tfixup:
+        if tfixup:
+            for layer in self.layers:
                 # 0.67 N^(-1/4), where N is the number of layers, our L. Sec. 3.3 says "the linear
                 # projection matrices"; the T-Fixup paper excludes queries and keys.
                 for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
@@ -794,7 +801,7 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        if config.tfixup:  # Sec. 3.3; only the T-Fixup paper has the factor (9 L)^(-1/4)
+        if config.tfixup:  # Sec. 3.3: std d^(-1/2). The other factor is in the T-Fixup paper only.
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -824,7 +831,7 @@ class Player:
             observation, reward, terminated, truncated, _ = envs.step(action)
             player.observe(observation, reward, terminated, truncated)
 
-    It plays at most max_steps steps. `collect` below shows how to go on after an episode.
+    It plays at most max_steps steps. Where an episode ends early, reset as `collect` does.
     """
 
     def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
@@ -1004,8 +1011,7 @@ def ppo_update(agent, trials, optimizer, generator):
 #
 # Frozen weights, and test tasks that are the same for every agent and seed. Without --keep-memory
 # the agent adapts anew in every episode; episodes differ only in initial states and sampled
-# actions. As in the authors' release, locomotion is tested with mean actions and MetaWorld with
-# sampled ones.
+# actions. Algorithm 1 samples actions; as in the authors' release, we do so on MetaWorld only.
 
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
@@ -1146,13 +1152,11 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
         if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-            raise UserError(
-                f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE} processes"
-            )
+            raise UserError(f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}")
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # raises if that does not fit
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # fail now, not later
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1173,7 +1177,7 @@ class Run:
         self.hint = f"continue with: {command} --resume {folder}"
         self.iteration = 0
         self.seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # their texts
         self.test_score = "-"
         self.test_table = ""
 
@@ -1427,7 +1431,7 @@ def parse(argv, agent_class=TrMRL):
     typed = vars(typed)
     if unknown:
         name = unknown[0].split("=")[0]
-        if name in map(flag, agent_class.Config.unused):
+        if name.replace("--no-", "--") in map(flag, agent_class.Config.unused):
             raise UserError(f"{name} does not apply to {agent_class.name}")
         hint = did_you_mean(name, parser._option_string_actions)
         raise UserError(f"unknown argument {name}{hint}; see --help")
@@ -1469,8 +1473,8 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
-        if "eval" in typed and RANK > 0:
-            raise UserError("--eval takes one process")
+        if "eval" in typed and WORLD_SIZE > 1:
+            raise UserError("--eval takes one process: start it without torchrun")
         if "eval" in typed:
             eval_command(typed.pop("eval"), typed, make_tasks, agent_class)
         elif "resume" in typed:
