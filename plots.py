@@ -467,7 +467,7 @@ TOLERANCE = 0.3  # m/s
 
 
 def meet(agent, targets, episodes=1):
-    """Trials of the agent's mean actions on these tasks; always the same starting states."""
+    """Buffer of the agent's mean actions on these tasks; always the same starting states."""
     tasks = np.reshape(targets, (len(targets), -1))
     envs = trmrl.make_tasks(agent.config.env, len(tasks))
     steps = episodes * envs.episode_length
@@ -483,17 +483,17 @@ def attention_weights(layer, query_memories, e, visible):
 
 
 @torch.no_grad()
-def look_inside(agent, trials):
+def look_inside(agent, buffer):
     """Memories of every step after 0, ..., L layers, (L + 1, R, T, d), and attention (R, T, N).
 
     The attention is that of the last layer, mean over its heads, to the memory 0, 1, ... steps ago;
     NaN where there is no such memory.
     """
     N = agent.config.memory_length
-    R, T = trials.reward.shape
+    R, T = buffer.reward.shape
     row = torch.arange(R, device=agent.device).repeat_interleave(T)  # 0 0 0 1 1 1
     t = torch.arange(T, device=agent.device).repeat(R)  # 0 1 2 0 1 2
-    tokens, current = trmrl.window(trials, row, t, N)
+    tokens, current = trmrl.window(buffer, row, t, N)
     slot = torch.arange(N, device=agent.device)
     causal = slot[:, None] >= slot
     e = [agent.phi(tokens) + agent.positions]  # e^0, (R T, N, d)
@@ -660,10 +660,10 @@ def draw_task_distributions(agents, options):
     return figure
 
 
-def refinement_errors(agent, trials, train):
+def refinement_errors(agent, buffer, train):
     """Per layer: 1 - cosine similarity to e^L, and the error of regressing the mean action."""
-    memories, _ = look_inside(agent, trials)  # (L + 1, R, T, d)
-    action = trials.action.cpu().numpy()
+    memories, _ = look_inside(agent, buffer)  # (L + 1, R, T, d)
+    action = buffer.action.cpu().numpy()
     unit = memories / np.linalg.norm(memories, axis=-1, keepdims=True)
     representation = 1 - (unit * unit[-1]).sum(axis=-1).mean(axis=(1, 2))
     regression = []
@@ -698,14 +698,14 @@ def draw_refinement(agents, options):
 
 def draw_attention(agents, options):
     """Fig. 3: attention to the memory 0, 1, ... steps ago: in one task, and the mean of many."""
-    trials = meet(agents[0], TEST_TARGETS)
-    _, weights = look_inside(agents[0], trials)
+    buffer = meet(agents[0], TEST_TARGETS)
+    _, weights = look_inside(agents[0], buffer)
     _, T, N = weights.shape
     steps = min(T, max(60, 2 * N))
     full = min(T, N) - 1  # from this step on the memory is full
     shown = 13
     target = TEST_TARGETS[shown]
-    velocity = trials.info["x_velocity"][shown, :steps]
+    velocity = buffer.info["x_velocity"][shown, :steps]
     cells = [["top", "."], ["image", "bars"]]
     ratios = dict(width_ratios=[3, 1], height_ratios=[1, 2])
     figure, axes = plt.subplot_mosaic(cells, figsize=(WIDTH, 3.2), **ratios)
@@ -981,8 +981,8 @@ def all_works(env, device, **changes):
     def collect():
         return trmrl.collect(agent, envs, envs.tasks, envs.episode_length, True, 0)
 
-    def update(trials):
-        agent.update(trials, run.optimizer, generator)
+    def update(buffer):
+        agent.update(buffer, run.optimizer, generator)
 
     return {
         ("physics", "raw MuJoCo"): raw_physics(envs),
@@ -1132,7 +1132,7 @@ def ablation_table(which, runs, options):
     return markdown(table)
 
 
-def classes_table(path):
+def classes_list(path):
     """The classes of ML45-Train by their success, from the csv of a meta-test; they take turns."""
     import metaworld
 
@@ -1143,7 +1143,7 @@ def classes_table(path):
         success = [float(row["success"]) for row in rows if int(row["task"]) % len(names) == i]
         classes[np.mean(success)].append(name.removesuffix("-v3"))
     ordered = sorted(classes.items(), reverse=True)
-    return markdown([{"success": f"{x:.0%}", "classes": ", ".join(each)} for x, each in ordered])
+    return "\n".join(f"- {x:.0%} success: {', '.join(each)}" for x, each in ordered)
 
 
 def make_table(name, groups, runs, folder, options):
@@ -1151,7 +1151,7 @@ def make_table(name, groups, runs, folder, options):
     if name == "summary":
         return summary_table(groups)
     if name == "classes":
-        return classes_table(folder / "ml45_train" / "classes.csv")
+        return classes_list(folder / "ml45_train" / "classes.csv")
     if name in ENVS or name in groups:
         return env_table(name, groups.get(name, {}))
     if name.removeprefix("ablation_") in ABLATIONS:

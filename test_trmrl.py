@@ -124,13 +124,13 @@ class RoughPointMass(PointMass):
 
 
 def play(agent, rows=8, sample=True):
-    """Trials of 60 steps of a rough point mass, and its diary: arrays (rows, 60, ...)."""
+    """Buffer of 60 steps of a rough point mass, and its diary: arrays (rows, 60, ...)."""
     envs = RoughPointMass(rows)
-    trials = trmrl.collect(agent, envs, envs.tasks, 60, sample, seed=0)
+    buffer = trmrl.collect(agent, envs, envs.tasks, 60, sample, seed=0)
     diary = {name: np.stack(values, axis=1) for name, values in envs.diary.items()}
     diary["done"] = diary["terminated"] | diary["truncated"]
     assert diary["terminated"].any() and diary["truncated"].any()
-    return trials, diary
+    return buffer, diary
 
 
 def make_agent(sizes=(2, 2, 1), **settings):
@@ -240,13 +240,13 @@ def test_positions_are_sinusoids_and_tell_old_memories_from_new_ones():
         assert_same(positions[n, 2 * i : 2 * i + 2], expected, f"numbers of slot {n}")
 
     agent = make_agent(layers=1)
-    trials = agent.new_trials(1, 4, torch.Generator())
-    trials.token.normal_()
-    swapped = copy.deepcopy(trials)
-    swapped.token[:, [0, 1]] = trials.token[:, [1, 0]]
+    buffer = agent.new_buffer(1, 4, torch.Generator())
+    buffer.token.normal_()
+    swapped = copy.deepcopy(buffer)
+    swapped.token[:, [0, 1]] = buffer.token[:, [1, 0]]
     for positions in (agent.positions.clone(), 0.0):
         agent.positions[:] = positions
-        a, b = (agent.act(x, 3, sample=False)[0] for x in (trials, swapped))
+        a, b = (agent.act(x, 3, sample=False)[0] for x in (buffer, swapped))
         differ = (a - b).abs().max() > 1e-3
         assert differ == torch.is_tensor(positions), "positions alone must tell which is older"
 
@@ -341,26 +341,26 @@ def value_of(agent, memories):
 def test_the_memory_is_the_queue_of_algorithm_1(N, keep_memory):
     """Nothing else is remembered: neither other rows nor empty slots change a value."""
     agent = make_agent(memory_length=N, keep_memory=keep_memory)
-    trials, diary = play(agent)
-    assert (trials.action.abs() > 1).any()  # the memory holds what the physics saw: [-1, 1]
+    buffer, diary = play(agent)
+    assert (buffer.action.abs() > 1).any()  # the memory holds what the physics saw: [-1, 1]
     for row in range(8):
         seen, _ = algorithm_1(agent, diary, row)
-        slots, current = trmrl.window(trials, torch.full((60,), row), torch.arange(60), N)
+        slots, current = trmrl.window(buffer, torch.full((60,), row), torch.arange(60), N)
         for t, memories in enumerate(seen):
             same = torch.equal(slots[t, : current[t] + 1], memories)
             where = f"step {t} of row {row}"
             assert same, f"{where}: Algorithm 1 has\n{memories}, but the memory has\n{slots[t]}"
         values = [value_of(agent, memories) for memories in seen]
-        assert_same(trials.value[row], values, f"row {row} acts on more than its own memories")
+        assert_same(buffer.value[row], values, f"row {row} acts on more than its own memories")
 
 
 def test_pad_is_zero_whatever_the_buffer_holds():
-    trials = make_agent().new_trials(2, 8, torch.Generator())
-    trials.token.fill_(math.inf)
-    trials.state.fill_(1.0)
-    trials.memory_start[0, 3:] = 3  # in row 0 an episode ends with step 2
+    buffer = make_agent().new_buffer(2, 8, torch.Generator())
+    buffer.token.fill_(math.inf)
+    buffer.state.fill_(1.0)
+    buffer.memory_start[0, 3:] = 3  # in row 0 an episode ends with step 2
     row, t = torch.arange(16) // 8, torch.arange(16) % 8
-    slots, current = trmrl.window(trials, row, t, N=4)
+    slots, current = trmrl.window(buffer, row, t, N=4)
     assert current.view(2, 8).tolist() == [[0, 1, 2, 0, 1, 2, 3, 3], [0, 1, 2, 3, 3, 3, 3, 3]]
     for memories, now in zip(slots[..., 2:], current):
         assert (memories[now:] == 0).all(), "PAD is not zero: an infinite reward shines through"
@@ -370,22 +370,22 @@ def test_pad_is_zero_whatever_the_buffer_holds():
 @pytest.mark.parametrize("settings", [{}, {"keep_memory": True}, {"memory_length": 1}], ids=str)
 def test_the_ratio_of_ppo_is_one_before_the_first_gradient_step(settings):
     agent = make_agent(**settings, lr=0.0, value_lr=0.0)
-    trials, _ = play(agent)
-    metrics = agent.update(trials, torch.optim.Adam(agent.parameter_groups()), torch.Generator())
+    buffer, _ = play(agent)
+    metrics = agent.update(buffer, torch.optim.Adam(agent.parameter_groups()), torch.Generator())
     same = metrics["clip_fraction"] == 0 and abs(metrics["approx_kl"]) < 1e-6
     assert same, "a step is learned from other memories than it was acted on"
 
 
 def test_a_player_acts_as_collect_does_and_answers_the_same_twice():
     agent = make_agent()
-    trials, diary = play(agent, sample=False)
+    buffer, diary = play(agent, sample=False)
     player = trmrl.Player(agent, num_tasks=8)
     for t in range(60):
         mean, sampled = (player.act(diary["state"][:, t], sample) for sample in (False, True))
         assert np.array_equal(sampled, player.act(diary["state"][:, t], sample=True))
         assert np.array_equal(mean, player.act(diary["state"][:, t])), "asking changes the answer"
         assert not np.array_equal(mean, sampled)
-        assert_same(mean, trials.action[:, t], f"step {t}: a loop of one's own and collect differ")
+        assert_same(mean, buffer.action[:, t], f"step {t}: a loop of one's own and collect differ")
         names = ("next_state", "reward", "terminated", "truncated")
         player.observe(*(diary[name][:, t] for name in names))
 
@@ -447,7 +447,7 @@ def test_gae_is_the_weighted_mean_of_all_n_step_estimates():
 def test_a_time_limit_bootstraps_and_a_fall_is_worth_nothing(keep_memory):
     """With --keep-memory, values also flow from an episode to the next one of the trial."""
     agent = make_agent(keep_memory=keep_memory)
-    trials, diary = play(agent)
+    buffer, diary = play(agent)
     ends = diary["terminated"] | (diary["truncated"] & (not keep_memory))
     ends[:, -1] = True
     end_value = np.zeros(ends.shape)
@@ -456,9 +456,9 @@ def test_a_time_limit_bootstraps_and_a_fall_is_worth_nothing(keep_memory):
 
     reward = diary["reward"].astype(np.float64)
     reward *= (1 - 0.93) / np.sqrt(np.mean(reward**2))
-    value = trials.value.double().numpy()
+    value = buffer.value.double().numpy()
     expected = brute_force_gae(reward, value, end_value, ends)
-    advantage, returns = trmrl.advantages_and_targets(agent, trials)
+    advantage, returns = trmrl.advantages_and_targets(agent, buffer)
     assert_same(returns, expected + value, "wrong returns: look where a trajectory ends")
     standardised = (expected - expected.mean()) / expected.std()
     assert_same(advantage, standardised, "advantages must have mean 0 and deviation 1", 1e-4)
@@ -466,20 +466,20 @@ def test_a_time_limit_bootstraps_and_a_fall_is_worth_nothing(keep_memory):
 
 def test_rewards_of_any_unit_give_the_same_advantages():
     """Rewards are scaled by 1 - gamma over the root mean square of all rewards so far."""
-    trials, _ = play(make_agent())
+    buffer, _ = play(make_agent())
     rewards = [np.random.default_rng(i).exponential(1.0 + i, size=(8, 60)) for i in range(3)]
     results = []
     for unit in (1.0, 1e-2, 1e3):
         agent = make_agent()
         for reward in rewards:
-            trials.reward[:] = torch.tensor(unit * reward)
-            advantage, returns = trmrl.advantages_and_targets(agent, trials)
+            buffer.reward[:] = torch.tensor(unit * reward)
+            advantage, returns = trmrl.advantages_and_targets(agent, buffer)
         results.append(torch.cat([advantage, returns]))
         assert_same(results[-1], results[0], f"rewards in units of {unit} give others", 1e-3)
 
-    inputs = [trials.value, trials.end_value, trials.ends]
+    inputs = [buffer.value, buffer.end_value, buffer.ends]
     scaled = (1 - 0.93) / np.sqrt(np.mean(np.square(rewards))) * rewards[-1]
-    expected = brute_force_gae(scaled, *(x.numpy() for x in inputs)) + trials.value.numpy()
+    expected = brute_force_gae(scaled, *(x.numpy() for x in inputs)) + buffer.value.numpy()
     assert_same(results[0][8:], expected, "not scaled by all rewards so far", 1e-4)
 
 
@@ -511,9 +511,9 @@ def test_the_policy_is_a_gaussian():
     expected = torch.distributions.Normal(mean, agent.log_std.exp()).log_prob(action).sum(dim=-1)
     assert_same(agent.log_prob(mean, action), expected, "not the log_prob of a Gaussian")
 
-    trials = agent.new_trials(20_000, 1, torch.Generator().manual_seed(0))
-    mean, _, _ = agent.act(trials, 0, sample=False)
-    action, log_prob, _ = agent.act(trials, 0, sample=True)
+    buffer = agent.new_buffer(20_000, 1, torch.Generator().manual_seed(0))
+    mean, _, _ = agent.act(buffer, 0, sample=False)
+    action, log_prob, _ = agent.act(buffer, 0, sample=True)
     noise = action - mean
     assert_same(log_prob, agent.log_prob(mean, action), "the log_prob is of another action")
     assert_same(noise.mean(dim=0), [0.0, 0.0], "samples are not around the mean", 0.03)
@@ -524,28 +524,28 @@ def test_an_update_is_plain_adam_over_shuffled_minibatches():
     config = trmrl.Config(**SMALL, max_grad_norm=0.3)
     run = trmrl.Run("unused", config, make_points, trmrl.TrMRL)
     agent = run.agent
-    trials, diary = play(agent)  # 480 steps: 7 minibatches of 64, and 32 steps are left over
+    buffer, diary = play(agent)  # 480 steps: 7 minibatches of 64, and 32 steps are left over
     twin = copy.deepcopy(agent)
     minibatches, counts = [], set()
     agent.register_forward_pre_hook(lambda _, inputs: minibatches.append(inputs[1:]))
     agent.register_forward_pre_hook(lambda *_: counts.add(agent.normalizer.count.item()))
-    metrics = agent.update(trials, run.optimizer, torch.Generator().manual_seed(0))
+    metrics = agent.update(buffer, run.optimizer, torch.Generator().manual_seed(0))
     assert metrics["updates"] == len(minibatches) == 3 * 7
     for epoch in range(3):
         chosen = [60 * row + t for row, t in minibatches[7 * epoch : 7 * epoch + 7]]
         assert len(torch.cat(chosen).unique()) == 7 * 64, "an epoch uses a step twice"
         assert all(len((x // 60).unique()) == 8 for x in chosen), "minibatches must mix the tasks"
 
-    advantage, returns = trmrl.advantages_and_targets(twin, trials)
+    advantage, returns = trmrl.advantages_and_targets(twin, buffer)
     value_head = list(twin.value_head.parameters())
     others = [p for name, p in twin.named_parameters() if not name.startswith("value_head.")]
     groups = [dict(params=others, lr=1e-3), dict(params=value_head, lr=3e-3)]
     adam = torch.optim.Adam(groups, eps=1e-5, foreach=False)
     norms = []
     for row, t in minibatches:
-        old = trials.log_prob[row, t], advantage[row, t], returns[row, t]
-        mean, value = twin(trials, row, t)
-        log_prob = twin.log_prob(mean, trials.action[row, t])
+        old = buffer.log_prob[row, t], advantage[row, t], returns[row, t]
+        mean, value = twin(buffer, row, t)
+        log_prob = twin.log_prob(mean, buffer.action[row, t])
         loss, _ = trmrl.ppo_loss(log_prob, value, *old, clip=0.2)
         adam.zero_grad()
         loss.backward()
@@ -555,7 +555,7 @@ def test_an_update_is_plain_adam_over_shuffled_minibatches():
     assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)
     for (name, ours), expected in zip(agent.named_parameters(), twin.parameters()):
         assert_same(ours, expected, f"{name} is not what plain Adam makes of it", 1e-4)
-    explained = 1 - ((returns - trials.value).var() / returns.var()).item()
+    explained = 1 - ((returns - buffer.value).var() / returns.var()).item()
     assert metrics["explained_variance"] == pytest.approx(explained, abs=1e-5)
 
     assert counts == {0}, "observation statistics change while PPO still needs the old ones"
@@ -596,16 +596,16 @@ class Operations(TorchDispatchMode):
 def test_a_step_launches_few_operations():
     """On a GPU, their number decides the speed of small networks."""
     agent = make_agent(layers=1, epochs=1)
-    trials, _ = play(agent)
+    buffer, _ = play(agent)
     optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
     counts = {}
     for minibatch in (480, 240, 160):  # 1, 2 and 3 gradient steps; the first prepares Adam
         agent.config.minibatch = minibatch
         with Operations() as operations:
-            agent.update(trials, optimizer, torch.Generator())
+            agent.update(buffer, optimizer, torch.Generator())
         counts[minibatch] = operations.count
     with torch.no_grad(), Operations() as operations:
-        agent.act(trials, 30, sample=True)
+        agent.act(buffer, 30, sample=True)
     gradient_step, acting_step = counts[160] - counts[240], operations.count
     print(f"{gradient_step} operations per gradient step, {acting_step} per acting step")
     assert gradient_step <= 234 and acting_step <= 60, "GPUs become slower"
@@ -632,13 +632,13 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
     with Operations():
-        trials, _ = play(agent)
+        buffer, _ = play(agent)
         agent.register_forward_pre_hook(lambda *_: events.append("minibatch"))
-        agent.update(trials, optimizer, generator)
+        agent.update(buffer, optimizer, generator)
     assert events[:60] == ["cpu"] * 60, "acting reads more from the device than its actions"
     assert events[60:81] == ["minibatch"] * 21, "PPO reads from the device between minibatches"
     assert len(events) <= 81 + 3, "an update reads from the device more often than needed"
-    tensors = [x for x in vars(trials).values() if torch.is_tensor(x)]
+    tensors = [x for x in vars(buffer).values() if torch.is_tensor(x)]
     tensors += [state["exp_avg"] for state in optimizer.state.values()]
     assert {x.device.type for x in tensors} == {"meta"}
 
@@ -648,7 +648,7 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
 
 def test_episode_returns_are_those_of_a_plain_loop():
     agent = make_agent()
-    trials, diary = play(agent, rows=30)
+    buffer, diary = play(agent, rows=30)
     expected = np.zeros((2, 30, 60))  # no row has more than 60 episodes
     for row in range(30):
         episode = 0
@@ -657,7 +657,7 @@ def test_episode_returns_are_those_of_a_plain_loop():
             expected[0, row, episode] += reward
             expected[1, row, episode] = max(expected[1, row, episode], success)
             episode += diary["done"][row, t]
-    returns, success = trials.episode_results(3)
+    returns, success = buffer.episode_results(3)
     assert_same(returns, expected[0, :, :3], "returns of the first three episodes", 1e-4)
     assert_same(success, expected[1, :, :3], "success at any step of an episode counts")
     assert 0 < success.mean() < 1
@@ -1433,9 +1433,9 @@ def test_threads_serve_physics_and_learning_but_not_acting(tmp_path):
     counts = collections.defaultdict(set)
 
     class Counting(trmrl.TrMRL):
-        def act(self, trials, t, sample):
+        def act(self, buffer, t, sample):
             counts["act"].add(torch.get_num_threads())
-            return super().act(trials, t, sample)
+            return super().act(buffer, t, sample)
 
         def update(self, *args):
             counts["update"].add(torch.get_num_threads())
@@ -1529,11 +1529,11 @@ def one_of_two(rank, port, folder, settings):
     trmrl.RANK, trmrl.WORLD_SIZE = rank, 2
     update = trmrl.ppo_update
 
-    def spy(agent, trials, optimizer, generator):
+    def spy(agent, buffer, optimizer, generator):
         trmrl.ppo_update = update  # only the first one
         seen = dict(before=copy.deepcopy(agent.state_dict()), generator=generator.get_state())
-        seen |= dict(trials=trials, config=agent.config, sizes=agent.sizes)
-        metrics = update(agent, trials, optimizer, generator)
+        seen |= dict(buffer=buffer, config=agent.config, sizes=agent.sizes)
+        metrics = update(agent, buffer, optimizer, generator)
         torch.save(seen | dict(after=agent.state_dict(), metrics=metrics), f"{folder}-{rank}.pt")
         return metrics
 
@@ -1589,7 +1589,7 @@ def test_two_processes_make_the_update_of_one(pairs):
     draw_half = agent.minibatches
     generators = [torch.Generator().set_state(process["generator"]) for process in (a, b)]
 
-    def draw_both(trials, generator):
+    def draw_both(buffer, generator):
         for (row, t), (their_row, their_t) in zip(*map(draw_half, (ours, theirs), generators)):
             yield torch.cat([row, their_row + len(ours.value)]), torch.cat([t, their_t])
 
@@ -1800,7 +1800,7 @@ def figures(monkeypatch):
 
 
 def two_episodes(agent, rows=3):
-    """Trials of two episodes of 20 steps, with mean actions."""
+    """Buffer of two episodes of 20 steps, with mean actions."""
     envs = trmrl.make_tasks("halfcheetah_vel", rows)
     envs.episode_length = 20
     return trmrl.collect(agent, envs, envs.tasks, 40, False, seed=0)
@@ -1914,15 +1914,15 @@ def test_a_run_is_compared_with_ours_at_the_same_step(tmp_path, capsys, value, p
 @torch.no_grad()
 def test_looking_inside_shows_what_the_agent_acted_on():
     agent = make_agent((17, 6, 1), memory_length=4, layers=1)
-    trials = two_episodes(agent)
-    memories, weights = plots.look_inside(agent, trials)
+    buffer = two_episodes(agent)
+    memories, weights = plots.look_inside(agent, buffer)
     assert memories.shape == (2, 3, 40, 16) and weights.shape == (3, 40, 4)
-    assert_same(agent.policy_head(torch.as_tensor(memories[-1])), trials.action, "other actions")
+    assert_same(agent.policy_head(torch.as_tensor(memories[-1])), buffer.action, "other actions")
     empty = np.arange(4) > (np.arange(40) % 20)[:, None]  # no memory is older than its episode
     assert (np.isnan(weights) == empty).all()
 
     # By hand, at step 9: the memories of the steps 6 to 9, the last without action and reward.
-    tokens = trials.token[1, 6:10].clone()
+    tokens = buffer.token[1, 6:10].clone()
     tokens[3, 17:] = 0.0
     e = agent.phi(tokens) + agent.positions
     assert_same(memories[0, 1, 9], e[3], "another working memory")
@@ -1935,9 +1935,9 @@ def test_looking_inside_shows_what_the_agent_acted_on():
 def test_the_last_layer_is_its_own_refinement():
     agent = make_agent((17, 6, 1), memory_length=4)
     agent.policy_head = torch.nn.Linear(16, 6)  # linear in e^L: only there is the regression exact
-    trials = two_episodes(agent, rows=6)
-    representation, regression = plots.refinement_errors(agent, trials, train=4)
-    memories, _ = plots.look_inside(agent, trials)
+    buffer = two_episodes(agent, rows=6)
+    representation, regression = plots.refinement_errors(agent, buffer, train=4)
+    memories, _ = plots.look_inside(agent, buffer)
     first, last = (torch.as_tensor(memories[i]) for i in (0, -1))
     cosine = torch.cosine_similarity(first, last, dim=-1).mean()
     assert representation[[0, -1]] == pytest.approx([1 - float(cosine), 0.0], abs=1e-5)

@@ -491,8 +491,9 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
-# as E rows of Trials. With --keep-memory, and in a meta-test, they follow each other in one row. A
-# fall ends an episode early; the next one then begins at once, in the same row. How things end:
+# as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
+# row. A fall ends an episode early; the next one then begins at once, in the same row. How things
+# end:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -503,8 +504,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # trajectory continues into the next episode.
 
 
-class Trials:
-    """R rows of T steps of experience, filled step by step, on the device of the agent.
+class Buffer:
+    """B of Algorithm 1: R rows of T steps, filled step by step, on the device of the generator.
 
     `window` gathers the tokens that a step sees, so every step is stored only once.
     """
@@ -564,7 +565,7 @@ class Trials:
         return returns, successes
 
 
-def window(trials, row, t, N):
+def window(buffer, row, t, N):
     """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
@@ -578,15 +579,15 @@ def window(trials, row, t, N):
         t = 9:  7 8 9    current slot 2
         t = 10: 8 9 10   current slot 2
     """
-    oldest = torch.maximum(trials.memory_start[row, t], t - (N - 1))
+    oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
     current = t - oldest
     slot = torch.arange(N, device=t.device)
     step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
-    tokens = trials.token[row[:, None], step]
+    tokens = buffer.token[row[:, None], step]
 
     # PAD: blank the action, the reward and eta of the current step and of empty slots.
     blank = slot >= current[:, None]
-    tokens[..., trials.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
+    tokens[..., buffer.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
     return tokens, current
 
 
@@ -718,14 +719,14 @@ def mlp(sizes, output_scale=1.0):
 class Agent(nn.Module):
     """What the rest of this file asks of an agent:
 
-        new_trials(rows, steps, generator)    an empty buffer
-        act(trials, t, sample)                action, log_prob and value of step t of all rows
-        forward(trials, row, t)               mean action and value of any steps, for PPO
-        minibatches(trials, generator)        the steps (row, t) of each gradient step
-        update(trials, optimizer, generator)  learn from a batch; returns metrics for progress.csv
+        new_buffer(rows, steps, generator)    an empty buffer
+        act(buffer, t, sample)                action, log_prob and value of step t of all rows
+        forward(buffer, row, t)               mean action and value of any steps, for PPO
+        minibatches(buffer, generator)        the steps (row, t) of each gradient step
+        update(buffer, optimizer, generator)  learn from a batch; returns metrics for progress.csv
         parameter_groups()                    parameters and initial learning rates, for Adam
 
-    A subclass defines recall(trials, row, t) -> e (M, memory_size), or overrides act and update.
+    A subclass defines recall(buffer, row, t) -> e (M, memory_size), or overrides act and update.
     """
 
     name = ""  # in run folders and saved files
@@ -750,21 +751,21 @@ class Agent(nn.Module):
     def device(self):
         return self.normalizer.mean.device
 
-    def new_trials(self, rows, steps, generator):
-        return Trials(rows, steps, self.sizes, generator)
+    def new_buffer(self, rows, steps, generator):
+        return Buffer(rows, steps, self.sizes, generator)
 
-    def forward(self, trials, row, t):
+    def forward(self, buffer, row, t):
         """Mean action (M, A) and value (M,) of the steps t of the rows `row`, (M,) each."""
-        e = self.recall(trials, row, t)
+        e = self.recall(buffer, row, t)
         return self.policy_head(e), self.value_head(e).squeeze(-1)
 
-    def act(self, trials, t, sample):
+    def act(self, buffer, t, sample):
         """Action (R, A) of step t, a sample or the mean; its log_prob (R,) and the value (R,)."""
-        row = torch.arange(len(trials.token), device=self.device)
-        mean, value = self(trials, row, torch.full_like(row, t))
+        row = torch.arange(len(buffer.token), device=self.device)
+        mean, value = self(buffer, row, torch.full_like(row, t))
         action = mean
         if sample:
-            action = mean + self.log_std.exp() * trials.noise[:, t]
+            action = mean + self.log_std.exp() * buffer.noise[:, t]
         return action, self.log_prob(mean, action), value
 
     def log_prob(self, mean, action):
@@ -772,16 +773,16 @@ class Agent(nn.Module):
         z = (action - mean) / self.log_std.exp()
         return (-0.5 * z.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
-    def minibatches(self, trials, generator):
+    def minibatches(self, buffer, generator):
         """All steps in random order, `minibatch` at a time; an incomplete last one is dropped."""
-        R, T = trials.value.shape
+        R, T = buffer.value.shape
         size = self.config.minibatch // WORLD_SIZE
         order = torch.randperm(R * T, generator=generator, device=self.device)
         for index in order[: R * T // size * size].split(size):
             yield index // T, index % T  # row and t; with T = 3, index 7 is row 2, t = 1
 
-    def update(self, trials, optimizer, generator):
-        return ppo_update(self, trials, optimizer, generator)
+    def update(self, buffer, optimizer, generator):
+        return ppo_update(self, buffer, optimizer, generator)
 
     def parameter_groups(self):
         """The value head has a learning rate of its own."""
@@ -808,9 +809,9 @@ class TrMRL(Agent):
         self.register_buffer("positions", sinusoids(config.memory_length, d))
         self.transformer = Transformer(L, d, config.heads, config.tfixup)
 
-    def recall(self, trials, row, t):
+    def recall(self, buffer, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
-        tokens, current = window(trials, row, t, self.config.memory_length)
+        tokens, current = window(buffer, row, t, self.config.memory_length)
         e0 = self.phi(tokens) + self.positions  # (M, N, d): working memories and positions
         return self.transformer(e0, current)
 
@@ -818,7 +819,7 @@ class TrMRL(Agent):
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
 #
 # One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments quote
-# Algorithm 1; B is the buffer, D what the agent sees of it.
+# Algorithm 1: B is the buffer, and D is what the agent sees of it.
 
 
 class Player:
@@ -837,47 +838,47 @@ class Player:
     def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
         self.agent = agent
         generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
-        self.trials = agent.new_trials(num_tasks, max_steps, generator)  # initialise B
+        self.buffer = agent.new_buffer(num_tasks, max_steps, generator)  # initialise B
         self.t = 0
 
     @torch.no_grad()
     def act(self, observation, sample=False):
         """Actions for the observations s_t (R, S). Asking twice gives the same answer twice."""
-        trials, t = self.trials, self.t
-        trials.write_state(t, observation, self.agent.normalizer)
+        buffer, t = self.buffer, self.t
+        buffer.write_state(t, observation, self.agent.normalizer)
         # D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the working
         # memories; refine them to e^L; sample a_t from the policy on e^L of this step.
-        action, log_prob, value = self.agent.act(trials, t, sample)
-        trials.action[:, t] = action
-        trials.log_prob[:, t] = log_prob
-        trials.value[:, t] = value
+        action, log_prob, value = self.agent.act(buffer, t, sample)
+        buffer.action[:, t] = action
+        buffer.log_prob[:, t] = log_prob
+        buffer.value[:, t] = value
         return action.cpu().numpy()
 
     @torch.no_grad()
     def observe(self, observation, reward, terminated, truncated):
         """B <- B u (s_t, a_t, r_t, eta_t). `observation` is s_{t+1}, before any reset."""
-        trials, t = self.trials, self.t
+        buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
-        trials.clipped_action[:, t] = trials.action[:, t].clamp(-1.0, 1.0)
-        trials.reward[:, t] = trials.tensor(reward)
-        trials.terminated[:, t] = trials.tensor(terminated)
-        trials.write_state(t + 1, observation, self.agent.normalizer)
+        buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
+        buffer.reward[:, t] = buffer.tensor(reward)
+        buffer.terminated[:, t] = buffer.tensor(terminated)
+        buffer.write_state(t + 1, observation, self.agent.normalizer)
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
         # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
         # before eta_t is written and the memory cleared, as if the episode went on.
-        row_ends = t == trials.value.shape[1] - 1
+        row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
-        trials.ends[:, t] = trials.tensor(ends)
+        buffer.ends[:, t] = buffer.tensor(ends)
         if (ends & ~terminated).any():
-            _, _, value = self.agent.act(trials, t + 1, sample=False)
-            trials.end_value[:, t] = value.masked_fill(trials.terminated[:, t], 0.0)
+            _, _, value = self.agent.act(buffer, t + 1, sample=False)
+            buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
         # Write eta_t. Where an episode ended, the next steps no longer see this one.
-        done = trials.tensor(terminated | truncated)
-        trials.eta[:, t] = done
+        done = buffer.tensor(terminated | truncated)
+        buffer.eta[:, t] = done
         if clear_memory:
-            trials.memory_start[done, t + 1 :] = t + 1
+            buffer.memory_start[done, t + 1 :] = t + 1
         self.t += 1
 
 
@@ -894,10 +895,10 @@ def one_thread():
 
 @one_thread()
 def collect(agent, envs, tasks, steps, sample, seed):
-    """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Trials."""
+    """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Buffer."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
     player = Player(agent, envs.num_envs, steps, noise_seed)
-    player.trials.task = player.trials.tensor(np.asarray(tasks, dtype=np.float32))
+    player.buffer.task = player.buffer.tensor(np.asarray(tasks, dtype=np.float32))
     infos = []
 
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
@@ -911,8 +912,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
         if done.any() and t < steps - 1:
             observation, _ = envs.reset(options={"reset_mask": done})
 
-    player.trials.info = {key: np.stack([info[key] for info in infos], 1) for key in infos[0]}
-    return player.trials
+    player.buffer.info = {key: np.stack([info[key] for info in infos], 1) for key in infos[0]}
+    return player.buffer
 
 
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
@@ -938,19 +939,19 @@ def gae(reward, value, next_value, continues, gamma, lam):
     return advantage
 
 
-def advantages_and_targets(agent, trials):
+def advantages_and_targets(agent, buffer):
     """Standardised advantages and the targets of the value head, (R, T); updates reward_stats."""
     config = agent.config
 
     # Scale rewards so that values are of order 1: a constant reward r has value r / (1 - gamma).
-    agent.reward_stats.update(trials.reward.reshape(-1, 1))
+    agent.reward_stats.update(buffer.reward.reshape(-1, 1))
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
-    reward = (1 - config.gamma) / root_mean_square * trials.reward
+    reward = (1 - config.gamma) / root_mean_square * buffer.reward
 
-    next_value = trials.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the 1 is replaced below
-    next_value = torch.where(trials.ends, trials.end_value, next_value)
-    advantage = gae(reward, trials.value, next_value, ~trials.ends, config.gamma, config.gae_lambda)
-    value_target = advantage + trials.value
+    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the 1 is replaced below
+    next_value = torch.where(buffer.ends, buffer.end_value, next_value)
+    advantage = gae(reward, buffer.value, next_value, ~buffer.ends, config.gamma, config.gae_lambda)
+    value_target = advantage + buffer.value
 
     mean, var = moments(advantage.reshape(-1, 1))
     return (advantage - mean) / (var.sqrt() + 1e-8), value_target
@@ -982,23 +983,23 @@ def gradient_step(agent, optimizer, loss):
     return norm
 
 
-def ppo_update(agent, trials, optimizer, generator):
+def ppo_update(agent, buffer, optimizer, generator):
     """`epochs` passes of PPO over a batch; returns the means of the metrics."""
-    advantage, value_target = advantages_and_targets(agent, trials)
+    advantage, value_target = advantages_and_targets(agent, buffer)
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
-        for row, t in agent.minibatches(trials, generator):
-            mean, value = agent(trials, row, t)
-            log_prob = agent.log_prob(mean, trials.action[row, t])
-            batch = trials.log_prob[row, t], advantage[row, t], value_target[row, t]
+        for row, t in agent.minibatches(buffer, generator):
+            mean, value = agent(buffer, row, t)
+            log_prob = agent.log_prob(mean, buffer.action[row, t])
+            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
             loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
     # After learning, so that the whole batch was normalised alike.
-    agent.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
+    agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
-    _, error_var = moments((value_target - trials.value).reshape(-1, 1))
+    _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
     means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
     return dict(zip(metrics, means.tolist())) | {
         "updates": len(history),
@@ -1081,11 +1082,11 @@ def train_iteration(run):
     tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
     episodes_per_row = config.episodes_per_trial // config.rows_per_task
     steps = episodes_per_row * envs.episode_length
-    trials = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
+    buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
     # Learn from them.
     generator = torch.Generator(agent.device).manual_seed(update_seed)
-    metrics = agent.update(trials, run.optimizer, generator)
+    metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
         raise RunError("a loss or a gradient is not finite; start again with a lower --lr")
     speed = run.steps_per_iteration / (time.monotonic() - began)
@@ -1098,7 +1099,7 @@ def train_iteration(run):
     if run.iteration % config.eval_every == 0 or run.finished:
         test_all_splits(run)
     run.seconds += time.monotonic() - began
-    returns, success = trials.episode_results(episodes_per_row)
+    returns, success = buffer.episode_results(episodes_per_row)
     progress = {
         "iteration": run.iteration,
         "step": agent.trained_steps,

@@ -68,48 +68,48 @@ class Config(trmrl.Config):
 # depends on the task.
 
 
-def mean_reward(trials, row, mask):
+def mean_reward(buffer, row, mask):
     """The mean reward of the rows `row` (R,) where the mask (R, T) is true: (R, 1)."""
-    reward = trials.reward[row, : mask.shape[1]]
+    reward = buffer.reward[row, : mask.shape[1]]
     return (reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
 
 
-def features(trials, row, mask):
+def features(buffer, row, mask):
     """Features (R, T, F) of the first T steps of the rows `row` (R,), for the linear baseline."""
     T = mask.shape[1]
-    state = trials.state[row, :T]
+    state = buffer.state[row, :T]
     step = torch.arange(T, device=state.device)
-    done = trials.eta[row, :T] > 0
+    done = buffer.eta[row, :T] > 0
 
     # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
     began = (done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
     began[:, 0] = 0
     time = (step - began)[..., None] / 100
-    of_task = mean_reward(trials, row, mask)[..., None] * state
+    of_task = mean_reward(buffer, row, mask)[..., None] * state
     of_time = [time, time**2, time**3, torch.ones_like(time)]
     return torch.cat([state, state**2, of_task, *of_time], dim=-1)
 
 
-def advantages(trials, row, mask, beta, gamma, lam):
+def advantages(buffer, row, mask, beta, gamma, lam):
     """GAE of the rows `row` (R,) in the episodes where the mask (R, T) is true: (R, T)."""
     T = mask.shape[1]
-    reward = trials.reward[row, :T]
-    done = trials.eta[row, :T] > 0
+    reward = buffer.reward[row, :T]
+    done = buffer.eta[row, :T] > 0
     done[:, -1] = True  # the row may go on after T
-    value = mean_reward(trials, row, mask) / (1 - gamma) + features(trials, row, mask) @ beta
+    value = mean_reward(buffer, row, mask) / (1 - gamma) + features(buffer, row, mask) @ beta
 
     # A fall is worth 0 from then on. At a time limit the last value stands for what would follow.
     next_value = torch.where(done, value, value.roll(-1, dims=1))
-    next_value = next_value.masked_fill(trials.terminated[row, :T], 0.0)
+    next_value = next_value.masked_fill(buffer.terminated[row, :T], 0.0)
     return trmrl.gae(reward, value, next_value, ~done, gamma, lam)
 
 
-def fit_baseline(trials, row, mask, gamma):
+def fit_baseline(buffer, row, mask, gamma):
     """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
-    X = features(trials, row, mask)[mask]  # (M, F)
+    X = features(buffer, row, mask)[mask]  # (M, F)
     beta = X.new_zeros(X.shape[1])
     # With beta = 0 and lambda = 1 these are returns less mean_reward / (1 - gamma).
-    y = advantages(trials, row, mask, beta, gamma, 1.0)[mask]
+    y = advantages(buffer, row, mask, beta, gamma, 1.0)[mask]
     ridge = RIDGE * torch.eye(len(beta)).to(X)
     return torch.linalg.solve(X.T @ X / len(X) + ridge, X.T @ y / len(X))
 
@@ -124,17 +124,17 @@ class Steps(NamedTuple):
     weight: torch.Tensor  # (R, T), of sum 1 in each row; 0 for steps of the other kind
 
 
-def select_steps(trials, row, mask, beta, config):
+def select_steps(buffer, row, mask, beta, config):
     """The Steps of the rows `row` (R,) where the mask (R, T) is true."""
     T = mask.shape[1]
     weight = mask / mask.sum(dim=1, keepdim=True)
-    advantage = advantages(trials, row, mask, beta, config.gamma, config.gae_lambda)
+    advantage = advantages(buffer, row, mask, beta, config.gamma, config.gae_lambda)
     advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
     variance = (weight * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
 
     steps = Steps(
-        trials.state[row, :T], trials.action[row], trials.log_prob[row], advantage, weight
+        buffer.state[row, :T], buffer.action[row], buffer.log_prob[row], advantage, weight
     )
     needed = mask.any(dim=0).nonzero().squeeze(-1)  # steps that no row needs are left out
     return Steps(*(x[:, needed] for x in steps))
@@ -212,15 +212,15 @@ class Maml(trmrl.Agent):
         """The inner step of all rows at once, (R, P)."""
         return vmap(self.inner_step, in_dims=(None, 0))(theta, steps)
 
-    def new_trials(self, rows, steps, generator):
-        trials = super().new_trials(rows, steps, generator)
-        trials.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
-        return trials
+    def new_buffer(self, rows, steps, generator):
+        buffer = super().new_buffer(rows, steps, generator)
+        buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
+        return buffer
 
-    def act(self, trials, t, sample):
+    def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'; the value is 0: MAML has no value function."""
         explorations = self.config.episodes_per_trial - 1
-        done = trials.eta[:, :t] > 0
+        done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
         # Adapt the rows whose exploration has just ended. A second call repeats the first.
@@ -228,23 +228,23 @@ class Maml(trmrl.Agent):
             row = (done[:, -1] & (episode == explorations)).nonzero().squeeze(-1)
             if len(row) > 0:
                 explored = torch.ones_like(done[row])
-                steps = select_steps(trials, row, explored, self.betas[0], self.config)
-                trials.stored["weights"][row] = self.adapt(self.theta, steps)
+                steps = select_steps(buffer, row, explored, self.betas[0], self.config)
+                buffer.stored["weights"][row] = self.adapt(self.theta, steps)
 
-        mean, log_std = vmap(self.policy_of)(trials.stored["weights"], trials.state[:, t])
+        mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         samples = (episode < explorations) | sample
-        action = mean + log_std.exp() * trials.noise[:, t] * samples[:, None]
+        action = mean + log_std.exp() * buffer.noise[:, t] * samples[:, None]
         return action, log_likelihood(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
-    def update(self, trials, optimizer, generator):
+    def update(self, buffer, optimizer, generator):
         """One outer step. The optimizer, Adam, has nothing to do."""
         config = self.config
-        row = torch.arange(len(trials.eta), device=self.device)
-        done = trials.eta.long()
+        row = torch.arange(len(buffer.eta), device=self.device)
+        done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < config.episodes_per_trial - 1
-        exploring = select_steps(trials, row, explores, self.betas[0], config)
-        adapted = select_steps(trials, row, ~explores, self.betas[1], config)
+        exploring = select_steps(buffer, row, explores, self.betas[0], config)
+        adapted = select_steps(buffer, row, ~explores, self.betas[1], config)
 
         def policies(theta):
             """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
@@ -264,9 +264,9 @@ class Maml(trmrl.Agent):
         nn.utils.vector_to_parameters(theta, self.parameters())
 
         for beta, mask in zip(self.betas, (explores, ~explores)):
-            beta.copy_(fit_baseline(trials, row, mask, config.gamma))
-        self.normalizer.update(trials.observation[:, : done.shape[1]].flatten(0, 1))
-        returns, _ = trials.episode_results(config.episodes_per_trial)
+            beta.copy_(fit_baseline(buffer, row, mask, config.gamma))
+        self.normalizer.update(buffer.observation[:, : done.shape[1]].flatten(0, 1))
+        returns, _ = buffer.episode_results(config.episodes_per_trial)
         metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
         return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1}
 

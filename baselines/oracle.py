@@ -29,7 +29,7 @@ class Config(trmrl.Config):
 class Oracle(trmrl.Agent):
     """An agent whose memory is the state and the task.
 
-    To use it in a Player, set `player.trials.task` first.
+    To use it in a Player, set `player.buffer.task` first.
     """
 
     name = "oracle"
@@ -41,13 +41,13 @@ class Oracle(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S + k)
         self.task_normalizer = trmrl.RunningStats(k)
 
-    def recall(self, trials, row, t):
+    def recall(self, buffer, row, t):
         """The state and the task, both normalised, (M, S + k)."""
-        return torch.cat([trials.state[row, t], self.task_normalizer(trials.task)[row]], dim=-1)
+        return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task)[row]], dim=-1)
 
-    def update(self, trials, optimizer, generator):
-        metrics = super().update(trials, optimizer, generator)
-        self.task_normalizer.update(trials.task)
+    def update(self, buffer, optimizer, generator):
+        metrics = super().update(buffer, optimizer, generator)
+        self.task_normalizer.update(buffer.task)
         return metrics
 
 

@@ -18,7 +18,7 @@ The main differences from the paper:
 
 - The paper visits 100 fixed training tasks (half-cheetah) many times. It takes contexts from the
   recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
-  trial is all the data of its task: the context and the RL batch come from the same trial. Trials
+  trial is all the data of its task: the context and the RL batch come from the same trial. Buffer
   are drawn from the whole replay, recent ones more often.
 - A transition of the context is (s, a, r), without the next state.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
@@ -122,29 +122,29 @@ class Pearl(trmrl.Agent):
             )
         ]
 
-    def new_trials(self, rows, steps, generator):
-        trials = super().new_trials(rows, steps, generator)
+    def new_buffer(self, rows, steps, generator):
+        buffer = super().new_buffer(rows, steps, generator)
         shape = (rows, steps + 1, self.config.latent_size)
-        trials.stored["z"] = torch.zeros(shape, device=self.device)
-        trials.stored["z_noise"] = torch.randn(shape, generator=generator, device=self.device)
-        return trials
+        buffer.stored["z"] = torch.zeros(shape, device=self.device)
+        buffer.stored["z_noise"] = torch.randn(shape, generator=generator, device=self.device)
+        return buffer
 
-    def act(self, trials, t, sample):
+    def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
         # z is constant within an episode. Where an episode begins, draw z from the posterior given
         # all earlier steps of the trial, or from the prior if there are none.
-        z, z_noise = trials.stored["z"], trials.stored["z_noise"]
+        z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
         begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
         if t > 0:
             z[:, t] = z[:, t - 1]
-            begins = trials.eta[:, t - 1] > 0
+            begins = buffer.eta[:, t - 1] > 0
         if begins.any():
-            past = trials.state, trials.clipped_action, trials.reward
+            past = buffer.state, buffer.clipped_action, buffer.reward
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
-        noise = trials.noise[:, t] if sample else torch.zeros_like(trials.noise[:, t])
-        action, log_prob = self.pi(trials.state[:, t], z[:, t], noise)
+        noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
+        action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
     def posterior(self, state, action, reward):
@@ -228,27 +228,27 @@ class Pearl(trmrl.Agent):
         observation, action, *others = step.split([S, A, 1, 1, 1], dim=-1)
         return self.normalizer(observation), action, *(x.squeeze(-1) for x in others)
 
-    def remember(self, trials):
+    def remember(self, buffer):
         """Add trials to the replay. After --resume, the replay is first read from its file."""
-        timed_out = trials.eta * ~trials.terminated
-        others = torch.stack([trials.reward, trials.terminated, timed_out], dim=-1)
+        timed_out = buffer.eta * ~buffer.terminated
+        others = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
         others = F.pad(others, (0, 0, 0, 1))  # the last column has only an observation
-        steps = torch.cat([trials.observation, trials.clipped_action, others], dim=-1)
+        steps = torch.cat([buffer.observation, buffer.clipped_action, others], dim=-1)
         if self.replay is None:
             path = self.folder / "replay.bin" if self.folder else None
             size = min(self.config.replay_size, self.config.total_steps)
-            capacity = math.ceil(size / trials.reward.numel())
+            capacity = math.ceil(size / buffer.reward.numel())
             iterations = int(self.replay_iterations)
             self.replay = Replay(path, steps.shape, capacity, iterations, self.device)
         self.replay.append(steps)
         self.replay_iterations += 1
 
-    def update(self, trials, optimizer, generator):
+    def update(self, buffer, optimizer, generator):
         """Remember the trials, then take gradient steps on the replay."""
         config = self.config
-        self.normalizer.update(trials.observation[:, :-1].flatten(0, 1))
-        self.reward_stats.update(trials.reward.reshape(-1, 1))
-        self.remember(trials)
+        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+        self.reward_stats.update(buffer.reward.reshape(-1, 1))
+        self.remember(buffer)
 
         critics, targets = list(self.critics.parameters()), list(self.targets.parameters())
         totals = 0.0

@@ -38,12 +38,12 @@ class Config(trmrl.Config):
     minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
 
 
-def gru_inputs(trials, row, t):
+def gru_inputs(buffer, row, t):
     """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are PAD at step 0."""
-    S = trials.state.shape[-1]
-    previous = trials.token[row, (t - 1).clamp(min=0), S:]
+    S = buffer.state.shape[-1]
+    previous = buffer.token[row, (t - 1).clamp(min=0), S:]
     previous = previous * (t > 0).unsqueeze(-1)
-    return torch.cat([trials.state[row, t], previous], dim=-1)
+    return torch.cat([buffer.state[row, t], previous], dim=-1)
 
 
 def segments(T):
@@ -64,24 +64,24 @@ class RL2(trmrl.Agent):
         S, A, _ = sizes
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
-    def new_trials(self, rows, steps, generator):
+    def new_buffer(self, rows, steps, generator):
         """hidden[:, t] is the hidden state before step t; it is zero before step 0.
 
         The value of the state after the last step, T, is needed, too: hence T + 2 columns.
         """
-        trials = super().new_trials(rows, steps, generator)
+        buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
-        trials.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
-        return trials
+        buffer.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
+        return buffer
 
-    def recall(self, trials, row, t):
+    def recall(self, buffer, row, t):
         """The output of the GRU at steps t.
 
         When acting, row and t are (R,): one step of every row. When learning they are (segments,
         length): consecutive steps.
         """
-        hidden = trials.stored["hidden"]
-        x = gru_inputs(trials, row, t)
+        hidden = buffer.stored["hidden"]
+        x = gru_inputs(buffer, row, t)
         if t.dim() == 2:
             return self.gru(x, hidden[row[:, 0], t[:, 0]][None])[0]
 
@@ -89,9 +89,9 @@ class RL2(trmrl.Agent):
         hidden[row, t + 1] = e[:, 0]
         return e[:, 0]
 
-    def minibatches(self, trials, generator):
+    def minibatches(self, buffer, generator):
         """Segments of all rows in random order; an incomplete last minibatch is dropped."""
-        R, T = trials.value.shape
+        R, T = buffer.value.shape
         per_row, length = segments(T)
         size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments
         order = torch.randperm(R * per_row, generator=generator, device=self.device)

@@ -108,27 +108,27 @@ def collect(agent, envs, steps=40, sample=True, seed=0):
     return trmrl.collect(agent, envs, envs.tasks, steps, sample, seed)
 
 
-def all_steps(trials):
+def all_steps(buffer):
     """Row and step number of all steps, (R, T) each."""
-    R, T = trials.value.shape
+    R, T = buffer.value.shape
     return torch.arange(R)[:, None].expand(R, T), torch.arange(T).expand(R, T)
 
 
-def predictions(agent, trials):
+def predictions(agent, buffer):
     """log_prob of the stored actions and value of all steps, (R, T) each, as PPO sees them."""
-    mean, value = agent(trials, *all_steps(trials))
-    return agent.log_prob(mean, trials.action), value
+    mean, value = agent(buffer, *all_steps(buffer))
+    return agent.log_prob(mean, buffer.action), value
 
 
-def memories_by_hand(trials, row, t):
+def memories_by_hand(buffer, row, t):
     """(s, a, r, eta) of the steps 0 to t of a row, one step after the other: (1, t + 1, 6)."""
     rows = []
     for i in range(t + 1):
         past = torch.zeros(4)
         if i > 0:
-            action, reward = trials.clipped_action[row, i - 1], trials.reward[row, i - 1]
-            past = torch.stack([*action, reward, trials.eta[row, i - 1]])
-        rows.append(torch.cat([trials.state[row, i], past]))
+            action, reward = buffer.clipped_action[row, i - 1], buffer.reward[row, i - 1]
+            past = torch.stack([*action, reward, buffer.eta[row, i - 1]])
+        rows.append(torch.cat([buffer.state[row, i], past]))
     return torch.stack(rows)[None]
 
 
@@ -139,29 +139,29 @@ def memories_by_hand(trials, row, t):
 def test_learning_sees_what_acting_saw(agent_class):
     """Before the first gradient step the ratio of PPO is 1, through falls and ends of episodes."""
     agent = make_agent(agent_class)
-    trials = collect(agent, Falling(6), steps=60)
-    assert trials.terminated.sum() > 10
+    buffer = collect(agent, Falling(6), steps=60)
+    assert buffer.terminated.sum() > 10
     with torch.no_grad():
-        log_prob, value = predictions(agent, trials)
-    torch.testing.assert_close(log_prob, trials.log_prob, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(value, trials.value, atol=1e-5, rtol=1e-5)
+        log_prob, value = predictions(agent, buffer)
+    torch.testing.assert_close(log_prob, buffer.log_prob, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(value, buffer.value, atol=1e-5, rtol=1e-5)
 
 
 @for_each(*AGENTS)
 def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class):
     agent = make_agent(agent_class)
-    trials = collect(agent, Falling(5), sample=False)
+    buffer = collect(agent, Falling(5), sample=False)
     player = trmrl.Player(agent, 5, max_steps=40)
-    player.trials.task, player.trials.noise = trials.task, trials.noise
+    player.buffer.task, player.buffer.noise = buffer.task, buffer.noise
     if agent_class is Pearl:
-        player.trials.stored["z_noise"] = trials.stored["z_noise"]
+        player.buffer.stored["z_noise"] = buffer.stored["z_noise"]
     for t in range(40):
-        first, second = (player.act(trials.observation[:, t]) for _ in range(2))
+        first, second = (player.act(buffer.observation[:, t]) for _ in range(2))
         np.testing.assert_array_equal(first, second)
-        np.testing.assert_allclose(first, trials.action[:, t], atol=1e-5)
-        terminated, done = trials.terminated[:, t], trials.eta[:, t] > 0
-        following = trials.observation[:, t + 1]
-        player.observe(following, trials.reward[:, t], terminated, done & ~terminated)
+        np.testing.assert_allclose(first, buffer.action[:, t], atol=1e-5)
+        terminated, done = buffer.terminated[:, t], buffer.eta[:, t] > 0
+        following = buffer.observation[:, t + 1]
+        player.observe(following, buffer.reward[:, t], terminated, done & ~terminated)
 
 
 @for_each(*AGENTS)
@@ -214,14 +214,14 @@ def test_it_learns_to_adapt(agent_class, episode, at_least, tmp_path):
 
 def test_the_oracle_sees_the_state_and_the_task_and_nothing_else():
     agent = make_agent(Oracle)
-    trials = collect(agent, PointMass(5))
-    with_other_past, with_other_task = copy.deepcopy(trials), copy.deepcopy(trials)
-    with_other_past.token[:] = torch.randn_like(trials.token)
-    with_other_past.state[:, 30] = trials.state[:, 30]
+    buffer = collect(agent, PointMass(5))
+    with_other_past, with_other_task = copy.deepcopy(buffer), copy.deepcopy(buffer)
+    with_other_past.token[:] = torch.randn_like(buffer.token)
+    with_other_past.state[:, 30] = buffer.state[:, 30]
     with_other_task.task[2] += 1.0
 
     before, other_past, other_task = (
-        predictions(agent, x)[1] for x in (trials, with_other_past, with_other_task)
+        predictions(agent, x)[1] for x in (buffer, with_other_past, with_other_task)
     )
     changed = other_past != before  # by the states of the other steps
     assert changed[:, :30].all() and not changed[:, 30].any() and changed[:, 31:].all()
@@ -232,31 +232,31 @@ def test_the_oracle_sees_the_state_and_the_task_and_nothing_else():
 @for_each(RL2, VariBAD)
 def test_the_memory_is_a_gru_over_all_that_happened_in_the_trial(agent_class):
     agent = make_agent(agent_class)
-    trials = collect(agent, Falling(4), steps=60)  # three episodes and falls: nothing clears it
+    buffer = collect(agent, Falling(4), steps=60)  # three episodes and falls: nothing clears it
     gru = nn.GRU(6, 16, batch_first=True)
     gru.load_state_dict((agent.gru if agent_class is RL2 else agent.vae.gru).state_dict())
-    assert trials.stored["hidden"][:, 0].abs().max() == 0
+    assert buffer.stored["hidden"][:, 0].abs().max() == 0
     for row in range(4):
-        hidden = gru(memories_by_hand(trials, row, 59))[0][0]
-        torch.testing.assert_close(trials.stored["hidden"][row, 1:61], hidden)
+        hidden = gru(memories_by_hand(buffer, row, 59))[0][0]
+        torch.testing.assert_close(buffer.stored["hidden"][row, 1:61], hidden)
         if agent_class is VariBAD:
             belief = agent.vae.to_belief(hidden)
-            torch.testing.assert_close(trials.stored["belief"][row, :60], belief)
+            torch.testing.assert_close(buffer.stored["belief"][row, :60], belief)
 
 
 @for_each(RL2, VariBAD)
 def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_trial(agent_class):
     agent = make_agent(agent_class)
-    trials = collect(agent, PointMass(3))
-    trials.token = trials.token.clone().requires_grad_()
-    trials.state = trials.token[:, :, :2]
-    row, t = all_steps(trials)
+    buffer = collect(agent, PointMass(3))
+    buffer.token = buffer.token.clone().requires_grad_()
+    buffer.state = buffer.token[:, :, :2]
+    row, t = all_steps(buffer)
     if agent_class is RL2:
-        memory = agent.recall(trials, row, t)
+        memory = agent.recall(buffer, row, t)
     else:
-        memory, _ = agent.vae.encode(gru_inputs(trials, row, t))  # the beliefs
+        memory, _ = agent.vae.encode(gru_inputs(buffer, row, t))  # the beliefs
     memory[1, 25].sum().backward()
-    gradient = trials.token.grad
+    gradient = buffer.token.grad
     assert (gradient[1, :25] != 0).all()  # s, a, r, eta of every step before
     assert (gradient[1, 25, :2] != 0).all() and (gradient[1, 25, 2:] == 0).all()  # not known yet
     assert (gradient[1, 26:] == 0).all() and (gradient[[0, 2]] == 0).all()
@@ -264,42 +264,42 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
 
 def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_trials():
     agent = make_agent(RL2, minibatch=130)
-    trials = collect(agent, PointMass(4), steps=120)  # three segments of 40 in each row
-    batches = list(agent.minibatches(trials, torch.Generator()))
+    buffer = collect(agent, PointMass(4), steps=120)  # three segments of 40 in each row
+    batches = list(agent.minibatches(buffer, torch.Generator()))
     assert [row.shape for row, _ in batches] == [(3, 40)] * 4
     row, t = (torch.cat(x) for x in zip(*batches))
     assert (row == row[:, :1]).all() and (t == t[:, :1] + torch.arange(40)).all()
     assert len((120 * row + t).unique()) == 4 * 120  # every step once
 
     with torch.no_grad():
-        whole = agent.gru(gru_inputs(trials, *all_steps(trials)))[0]
-        torch.testing.assert_close(agent.recall(trials, row, t), whole[row, t])
-    assert len(list(make_agent(RL2, minibatch=200).minibatches(trials, torch.Generator()))) == 2
+        whole = agent.gru(gru_inputs(buffer, *all_steps(buffer)))[0]
+        torch.testing.assert_close(agent.recall(buffer, row, t), whole[row, t])
+    assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
 
 
 # ---- VariBAD -------------------------------------------------------------------------------------
 
 
-def elbo_by_brute_force(agent, trials, noise):
+def elbo_by_brute_force(agent, buffer, noise):
     """The sum over rows, beliefs and rewards, one after the other."""
-    R, T = trials.reward.shape
+    R, T = buffer.reward.shape
     n = agent.config.latent_size
     rewards, kls = 0.0, 0.0
     for row in range(R):
         prior = Normal(torch.zeros(n), torch.ones(n))
         for t in range(T):
-            belief, _ = agent.vae.encode(memories_by_hand(trials, row, t))
+            belief, _ = agent.vae.encode(memories_by_hand(buffer, row, t))
             mean, log_var = belief[0, -1].split(n)
             q = Normal(mean, log_var.exp().sqrt())
             kls += kl_divergence(q, prior).sum()
             prior = q
             z = q.loc + noise[row, t] * q.scale
             for i in range(T):
-                if trials.eta[row, i]:
+                if buffer.eta[row, i]:
                     continue
-                s, a, s_next = trials.state[row, i], trials.action[row, i], trials.state[row, i + 1]
+                s, a, s_next = buffer.state[row, i], buffer.action[row, i], buffer.state[row, i + 1]
                 predicted = agent.vae.decoder(torch.cat([z, s, a.clamp(-1, 1), s_next]))
-                reward = trials.reward[row, i] - agent.reward_stats.mean
+                reward = buffer.reward[row, i] - agent.reward_stats.mean
                 reward = reward / agent.reward_stats.var.sqrt()
                 constant = Normal(0.0, 1.0).log_prob(torch.tensor(0.0))
                 rewards += (Normal(predicted, 1.0).log_prob(reward) - constant).sum()
@@ -309,11 +309,11 @@ def elbo_by_brute_force(agent, trials, noise):
 def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
     R, T = 2, 22
     agent = make_agent(VariBAD, latent_size=3)
-    trials = collect(agent, Falling(R), T)
-    assert 0 < trials.eta[:, :-1].sum() < R * T
+    buffer = collect(agent, Falling(R), T)
+    assert 0 < buffer.eta[:, :-1].sum() < R * T
     every, noise = torch.arange(T), torch.randn(R, T, 3)
-    rewards, kls = elbo_by_brute_force(agent, trials, noise)
-    error, kl = agent.negative_elbo(trials, every, every, noise)
+    rewards, kls = elbo_by_brute_force(agent, buffer, noise)
+    error, kl = agent.negative_elbo(buffer, every, every, noise)
     torch.testing.assert_close(-error * R * T * T, rewards, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kl * R * T * T, kls, rtol=1e-4, atol=1e-4)
 
@@ -324,28 +324,28 @@ def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
 
     # In segments, too: only gradients end where a segment begins.
     monkeypatch.setattr(rl2, "SEGMENT", 11)
-    torch.testing.assert_close(agent.negative_elbo(trials, every, every, noise), (error, kl))
+    torch.testing.assert_close(agent.negative_elbo(buffer, every, every, noise), (error, kl))
 
     # One belief and one reward at a time, it is the same on average.
     samples = []
     for t in range(T):
         for i in range(T):
-            terms = agent.negative_elbo(trials, every[[t]], every[[i]], noise[:, [t]])
+            terms = agent.negative_elbo(buffer, every[[t]], every[[i]], noise[:, [t]])
             samples.append(torch.stack(terms).detach())
     torch.testing.assert_close(torch.stack(samples).mean(dim=0), torch.stack([error, kl]))
 
 
 def test_an_update_draws_past_and_future_rewards_alike(monkeypatch):
     agent = make_agent(VariBAD, vae_updates=30)
-    trials = collect(agent, PointMass(8))
+    buffer = collect(agent, PointMass(8))
     drawn = []
 
-    def spy(trials, *args, negative_elbo=agent.negative_elbo):
+    def spy(buffer, *args, negative_elbo=agent.negative_elbo):
         drawn.append(args)
-        return negative_elbo(trials, *args)
+        return negative_elbo(buffer, *args)
 
     monkeypatch.setattr(agent, "negative_elbo", spy)
-    agent.update(trials, adam(agent), torch.Generator().manual_seed(0))
+    agent.update(buffer, adam(agent), torch.Generator().manual_seed(0))
     times, steps, noise = (torch.stack(x) for x in zip(*drawn))
     assert times.unique().tolist() == steps.unique().tolist() == list(range(40))
     assert (steps[:, None] > times[:, :, None]).float().mean() == pytest.approx(0.5, abs=0.05)
@@ -354,16 +354,16 @@ def test_an_update_draws_past_and_future_rewards_alike(monkeypatch):
 
 def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_policy():
     agent = make_agent(VariBAD)
-    trials = collect(agent, PointMass(8))
-    agent.act(trials, 39, True)  # with gradients, unlike in collect
-    log_prob, value = predictions(agent, trials)
+    buffer = collect(agent, PointMass(8))
+    agent.act(buffer, 39, True)  # with gradients, unlike in collect
+    log_prob, value = predictions(agent, buffer)
     (log_prob + value).sum().backward()
     assert all(p.grad is None for p in agent.vae.parameters())
     assert all(p.grad.abs().max() > 0 for p in agent.policy_head.parameters())
 
     agent.zero_grad()
     steps = torch.arange(40)
-    sum(agent.negative_elbo(trials, steps, steps, torch.randn(8, 40, 5))).backward()
+    sum(agent.negative_elbo(buffer, steps, steps, torch.randn(8, 40, 5))).backward()
     for name, p in agent.named_parameters():
         assert (p.grad is not None) == name.startswith("vae."), name
 
@@ -372,8 +372,8 @@ def test_each_part_of_varibad_learns_at_its_own_rate():
     rates = dict(lr=1e-4, value_lr=0.0, vae_lr=1e-2)
     agent = make_agent(VariBAD, **rates, epochs=1, minibatch=320, vae_updates=1)
     before = {name: p.clone() for name, p in agent.named_parameters()}
-    trials = collect(agent, PointMass(8))
-    metrics = agent.update(trials, adam(agent), torch.Generator().manual_seed(0))
+    buffer = collect(agent, PointMass(8))
+    metrics = agent.update(buffer, adam(agent), torch.Generator().manual_seed(0))
     assert metrics["updates"] == 2
     for name, p in agent.named_parameters():
         rate = dict(policy_head=1e-4, log_std=1e-4, value_head=0.0, vae=1e-2)[name.split(".")[0]]
@@ -429,14 +429,14 @@ def test_the_posterior_is_the_product_of_its_factors_in_any_order():
 @pytest.mark.parametrize("family", [PointMass, Falling])
 def test_z_is_drawn_from_the_prior_and_then_from_the_posterior_of_all_earlier_episodes(family):
     agent = make_agent(Pearl)
-    trials = collect(agent, family(5), steps=80)
-    z, noise = trials.stored["z"], trials.stored["z_noise"]
-    past = trials.state, trials.clipped_action, trials.reward
+    buffer = collect(agent, family(5), steps=80)
+    z, noise = buffer.stored["z"], buffer.stored["z_noise"]
+    past = buffer.state, buffer.clipped_action, buffer.reward
     for r in range(5):
         torch.testing.assert_close(z[r, 0], noise[r, 0])  # N(0, I)
         for t in range(1, 80):
             expected = z[r, t - 1]  # constant within an episode
-            if trials.eta[r, t - 1]:
+            if buffer.eta[r, t - 1]:
                 q = posterior_by_hand(agent, *(x[r, :t] for x in past))
                 expected = q.mean + q.stddev * noise[r, t]
                 assert not torch.allclose(expected, z[r, t - 1], atol=1e-3)
@@ -582,15 +582,15 @@ def test_recent_trials_are_drawn_more_often():
 
 def test_the_replay_holds_trials_as_they_were():
     agent = make_agent(Pearl)
-    trials = collect(agent, Falling(3))
-    agent.remember(trials)
+    buffer = collect(agent, Falling(3))
+    agent.remember(buffer)
     state, action, reward, terminated, timed_out = agent.unpack(agent.replay.trials[0])
-    torch.testing.assert_close(state, trials.state)  # normalised
-    assert torch.equal(action, trials.clipped_action)
-    assert torch.equal(reward[:, :-1], trials.reward)
-    assert torch.equal(terminated[:, :-1] > 0, trials.terminated)
-    by_clock = (trials.eta > 0) & ~trials.terminated
-    assert trials.terminated.any() and by_clock.any()
+    torch.testing.assert_close(state, buffer.state)  # normalised
+    assert torch.equal(action, buffer.clipped_action)
+    assert torch.equal(reward[:, :-1], buffer.reward)
+    assert torch.equal(terminated[:, :-1] > 0, buffer.terminated)
+    by_clock = (buffer.eta > 0) & ~buffer.terminated
+    assert buffer.terminated.any() and by_clock.any()
     assert torch.equal(timed_out[:, :-1] > 0, by_clock)
 
 
@@ -607,37 +607,37 @@ def make_maml(hidden=5, **settings):
     return agent
 
 
-def episodes_by_hand(agent, trials, r):
+def episodes_by_hand(agent, buffer, r):
     """The exploring and the adapted episodes of row r, lists of steps; the last may be cut off."""
     episodes = [[]]
-    for t in range(trials.eta.shape[1]):
+    for t in range(buffer.eta.shape[1]):
         episodes[-1].append(t)
-        if trials.eta[r, t] > 0:
+        if buffer.eta[r, t] > 0:
             episodes.append([])
     episodes = [steps for steps in episodes if steps]
     explorations = agent.config.episodes_per_trial - 1
     return episodes[:explorations], episodes[explorations:]
 
 
-def features_by_hand(trials, r, t, time, mean_reward):
-    s = trials.state[r, t].double()
+def features_by_hand(buffer, r, t, time, mean_reward):
+    s = buffer.state[r, t].double()
     time = torch.tensor([time, time**2, time**3, 1.0], dtype=torch.double)
     return torch.cat([s, s * s, mean_reward * s, time])
 
 
-def advantages_by_hand(agent, trials, r, kind):
+def advantages_by_hand(agent, buffer, r, kind):
     """Standardised GAE of the steps of the episodes of a kind, from its definition as a sum."""
     gamma, lam, beta = agent.config.gamma, agent.config.gae_lambda, agent.betas[kind].double()
-    episodes = episodes_by_hand(agent, trials, r)[kind]
-    reward = trials.reward[r].double()
+    episodes = episodes_by_hand(agent, buffer, r)[kind]
+    reward = buffer.reward[r].double()
     mean = reward[sum(episodes, [])].mean()
     result = []
     for steps in episodes:
         value = [
-            mean / (1 - gamma) + features_by_hand(trials, r, t, i / 100, mean) @ beta
+            mean / (1 - gamma) + features_by_hand(buffer, r, t, i / 100, mean) @ beta
             for i, t in enumerate(steps)
         ]
-        after = 0.0 if trials.terminated[r, steps[-1]] else value[-1]
+        after = 0.0 if buffer.terminated[r, steps[-1]] else value[-1]
         following = value[1:] + [after]
         delta = [reward[t] + gamma * following[i] - value[i] for i, t in enumerate(steps)]
         for i in range(len(steps)):
@@ -650,18 +650,18 @@ def gaussian(net, log_std, state):
     return Independent(Normal(net(state), log_std.exp()), 1)
 
 
-def objective_by_hand(agent, trials, r, kind, net, log_std):
+def objective_by_hand(agent, buffer, r, kind, net, log_std):
     """J of one row, by PyTorch's own distributions."""
-    t = sum(episodes_by_hand(agent, trials, r)[kind], [])
-    advantage = advantages_by_hand(agent, trials, r, kind).to(log_std)
-    log_prob = gaussian(net, log_std, trials.state[r, t]).log_prob(trials.action[r, t])
-    return ((log_prob - trials.log_prob[r, t]).exp() * advantage).mean()
+    t = sum(episodes_by_hand(agent, buffer, r)[kind], [])
+    advantage = advantages_by_hand(agent, buffer, r, kind).to(log_std)
+    log_prob = gaussian(net, log_std, buffer.state[r, t]).log_prob(buffer.action[r, t])
+    return ((log_prob - buffer.log_prob[r, t]).exp() * advantage).mean()
 
 
-def adapted_by_hand(agent, trials, r):
+def adapted_by_hand(agent, buffer, r):
     """The policy of row r after its inner step: a module and a log_std."""
     net, log_std = copy.deepcopy(agent.policy_head), agent.log_std.detach().clone().requires_grad_()
-    J = objective_by_hand(agent, trials, r, EXPLORING, net, log_std)
+    J = objective_by_hand(agent, buffer, r, EXPLORING, net, log_std)
     weights = [log_std, *net.parameters()]
     with torch.no_grad():
         for w, gradient in zip(weights, torch.autograd.grad(J, weights)):
@@ -676,12 +676,12 @@ def adapted_by_hand(agent, trials, r):
 @pytest.mark.parametrize("family", [PointMass, Falling])
 def test_all_tasks_adapt_at_once_as_in_a_loop_over_tasks(family, E):
     agent = make_maml(episodes_per_trial=E)
-    trials = collect(agent, family(6), steps=20 * E)
+    buffer = collect(agent, family(6), steps=20 * E)
     for r in range(6):
-        net, log_std = adapted_by_hand(agent, trials, r)
+        net, log_std = adapted_by_hand(agent, buffer, r)
         expected = nn.utils.parameters_to_vector([log_std, *net.parameters()]).detach()
-        torch.testing.assert_close(trials.stored["weights"][r], expected, rtol=1e-3, atol=1e-4)
-    moved = (trials.stored["weights"] - agent.theta).norm(dim=1)
+        torch.testing.assert_close(buffer.stored["weights"][r], expected, rtol=1e-3, atol=1e-4)
+    moved = (buffer.stored["weights"] - agent.theta).norm(dim=1)
     assert (moved > 0.05).sum() >= 4  # an episode of one step has no advantage
 
 
@@ -689,35 +689,35 @@ def test_all_tasks_adapt_at_once_as_in_a_loop_over_tasks(family, E):
 def test_it_explores_with_the_initial_weights_and_then_acts_with_the_adapted_ones(sample):
     """It samples while it explores, even where mean actions are asked for."""
     agent = make_maml()
-    trials = collect(agent, Falling(6), sample=sample)
+    buffer = collect(agent, Falling(6), sample=sample)
     for r in range(6):
-        policies = (agent.policy_head, agent.log_std), adapted_by_hand(agent, trials, r)
+        policies = (agent.policy_head, agent.log_std), adapted_by_hand(agent, buffer, r)
         for kind in (EXPLORING, ADAPTED):
-            t = sum(episodes_by_hand(agent, trials, r)[kind], [])
-            pi = gaussian(*policies[kind], trials.state[r, t])
-            noise = trials.noise[r, t] if sample or kind == EXPLORING else 0.0
+            t = sum(episodes_by_hand(agent, buffer, r)[kind], [])
+            pi = gaussian(*policies[kind], buffer.state[r, t])
+            noise = buffer.noise[r, t] if sample or kind == EXPLORING else 0.0
             expected = pi.mean + pi.stddev * noise
-            torch.testing.assert_close(trials.action[r, t], expected, rtol=1e-3, atol=1e-3)
-            log_prob = pi.log_prob(trials.action[r, t])
-            torch.testing.assert_close(trials.log_prob[r, t], log_prob, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(buffer.action[r, t], expected, rtol=1e-3, atol=1e-3)
+            log_prob = pi.log_prob(buffer.action[r, t])
+            torch.testing.assert_close(buffer.log_prob[r, t], log_prob, rtol=1e-3, atol=1e-3)
 
 
 def test_the_linear_baseline_is_the_ridge_regression_of_the_returns():
     agent = make_maml()
-    trials = collect(agent, Falling(6))
-    agent.update(trials, None, None)
+    buffer = collect(agent, Falling(6))
+    agent.update(buffer, None, None)
     for kind in (EXPLORING, ADAPTED):
         X, y = [], []
         for r in range(6):
-            episodes = episodes_by_hand(agent, trials, r)[kind]
-            reward = trials.reward[r].double().numpy()
+            episodes = episodes_by_hand(agent, buffer, r)[kind]
+            reward = buffer.reward[r].double().numpy()
             mean = reward[sum(episodes, [])].mean()
             level = mean / (1 - 0.9)
             for steps in episodes:
-                rest = 0.0 if trials.terminated[r, steps[-1]] else level
+                rest = 0.0 if buffer.terminated[r, steps[-1]] else level
                 for i, t in enumerate(steps):
                     rewards = [*reward[steps[i:]], rest]
-                    X.append(features_by_hand(trials, r, t, i / 100, mean).numpy())
+                    X.append(features_by_hand(buffer, r, t, i / 100, mean).numpy())
                     y.append(0.9 ** np.arange(len(rewards)) @ rewards - level)
 
         # Ridge regression is least squares with one more sample for each feature.
@@ -727,7 +727,7 @@ def test_the_linear_baseline_is_the_ridge_regression_of_the_returns():
         np.testing.assert_allclose(agent.betas[kind], expected, rtol=1e-2, atol=1e-2)
 
 
-def outer_problem(agent, trials, monkeypatch):
+def outer_problem(agent, buffer, monkeypatch):
     """What `update` asks of TRPO: objective, kl and theta."""
     asked = []
 
@@ -737,7 +737,7 @@ def outer_problem(agent, trials, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(maml, "trpo_step", spy)
-        copy.deepcopy(agent).update(trials, None, None)
+        copy.deepcopy(agent).update(buffer, None, None)
     return asked
 
 
@@ -750,17 +750,17 @@ def with_weights(agent, theta):
 def test_the_meta_gradient_passes_through_the_inner_step(monkeypatch):
     """Against finite differences of plain PyTorch modules, adapted row by row."""
     agent = make_maml(hidden=3)
-    trials = collect(agent, Falling(4))
-    for name, x in vars(trials).items():
+    buffer = collect(agent, Falling(4))
+    for name, x in vars(buffer).items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
-            setattr(trials, name, x.double())
-    objective, _, theta = outer_problem(agent.double(), trials, monkeypatch)
+            setattr(buffer, name, x.double())
+    objective, _, theta = outer_problem(agent.double(), buffer, monkeypatch)
     gradient = torch.func.grad(objective)(theta)
 
     def by_hand(theta):
         other = with_weights(agent, theta)
-        adapted = [adapted_by_hand(other, trials, r) for r in range(4)]
-        J = [objective_by_hand(agent, trials, r, ADAPTED, *adapted[r]) for r in range(4)]
+        adapted = [adapted_by_hand(other, buffer, r) for r in range(4)]
+        J = [objective_by_hand(agent, buffer, r, ADAPTED, *adapted[r]) for r in range(4)]
         return sum(J).item() / 4
 
     step = 1e-4
@@ -773,14 +773,14 @@ def test_the_meta_gradient_passes_through_the_inner_step(monkeypatch):
 
 def test_the_kl_divergence_is_that_of_the_adapted_policies(monkeypatch):
     agent = make_maml()
-    trials = collect(agent, Falling(4))
-    _, kl, theta = outer_problem(agent, trials, monkeypatch)
+    buffer = collect(agent, Falling(4))
+    _, kl, theta = outer_problem(agent, buffer, monkeypatch)
     moved = with_weights(agent, theta + 0.1 * torch.randn(len(theta)))
 
     expected = 0.0
     for r in range(4):
-        state = trials.state[r, sum(episodes_by_hand(agent, trials, r)[ADAPTED], [])]
-        old, new = (gaussian(*adapted_by_hand(a, trials, r), state) for a in (agent, moved))
+        state = buffer.state[r, sum(episodes_by_hand(agent, buffer, r)[ADAPTED], [])]
+        old, new = (gaussian(*adapted_by_hand(a, buffer, r), state) for a in (agent, moved))
         expected += kl_divergence(old, new).mean().item() / 4
     assert kl(moved.theta).item() == pytest.approx(expected, rel=1e-3)
     assert kl(theta).item() == pytest.approx(0.0, abs=1e-6)
@@ -833,9 +833,9 @@ def test_the_line_search_shortens_a_step_that_breaks_the_bound_or_does_not_impro
 @pytest.mark.parametrize("seed", range(3))
 def test_an_update_improves_the_objective_within_the_bound(seed, monkeypatch):
     agent = make_maml(inner_lr=0.1, max_kl=0.01)
-    trials = collect(agent, Falling(10), seed=seed)
-    objective, kl, theta = outer_problem(agent, trials, monkeypatch)
-    metrics = agent.update(trials, None, None)
+    buffer = collect(agent, Falling(10), seed=seed)
+    objective, kl, theta = outer_problem(agent, buffer, monkeypatch)
+    metrics = agent.update(buffer, None, None)
     assert 0.003 < kl(agent.theta).item() <= 0.01
     assert objective(agent.theta) > objective(theta) + 0.005
     assert metrics["kl"] == pytest.approx(kl(agent.theta).item(), rel=1e-3)
@@ -926,10 +926,10 @@ def test_pearl_needs_its_replay_to_resume_but_not_to_be_tested(tmp_path, monkeyp
 def test_a_number_that_is_not_finite_ends_the_run_and_is_not_saved(
     agent_class, tmp_path, monkeypatch
 ):
-    def poisoned_update(agent, trials, *args, update=agent_class.update):
+    def poisoned_update(agent, buffer, *args, update=agent_class.update):
         if agent.trained_steps == 320:
-            trials.reward[0, 3] = torch.nan
-        return update(agent, trials, *args)
+            buffer.reward[0, 3] = torch.nan
+        return update(agent, buffer, *args)
 
     monkeypatch.setattr(agent_class, "update", poisoned_update)
     remedy = "--inner-lr" if agent_class is Maml else "--lr"

@@ -94,38 +94,38 @@ class VariBAD(trmrl.Agent):
         self.vae = VAE(S, A, config.d_model, config.latent_size)
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
-    def new_trials(self, rows, steps, generator):
+    def new_buffer(self, rows, steps, generator):
         """hidden[:, t] is the encoder's hidden state before step t.
 
         belief[:, t] is what the agent acts on at step t: it knows s_t, but not yet r_t.
         """
-        trials = super().new_trials(rows, steps, generator)
+        buffer = super().new_buffer(rows, steps, generator)
         d, Z = self.config.d_model, self.config.latent_size
-        trials.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
-        trials.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
-        return trials
+        buffer.stored["hidden"] = torch.zeros(rows, steps + 2, d, device=self.device)
+        buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
+        return buffer
 
     @torch.no_grad()
-    def act(self, trials, t, sample):
+    def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
-        hidden, belief = trials.stored["hidden"], trials.stored["belief"]
+        hidden, belief = buffer.stored["hidden"], buffer.stored["belief"]
         row = torch.arange(len(hidden), device=self.device)
-        x = gru_inputs(trials, row, torch.full_like(row, t))[:, None]
+        x = gru_inputs(buffer, row, torch.full_like(row, t))[:, None]
         b, h = self.vae.encode(x, hidden[None, :, t].contiguous())
         hidden[:, t + 1] = h[0]
         belief[:, t] = b[:, 0]
-        return super().act(trials, t, sample)
+        return super().act(buffer, t, sample)
 
-    def recall(self, trials, row, t):
+    def recall(self, buffer, row, t):
         """The state and the belief as it was when the agent acted: no gradient reaches the VAE."""
-        belief = self.belief_normalizer(trials.stored["belief"][row, t])
-        return torch.cat([trials.state[row, t], belief], dim=-1)
+        belief = self.belief_normalizer(buffer.stored["belief"][row, t])
+        return torch.cat([buffer.state[row, t], belief], dim=-1)
 
-    def update(self, trials, optimizer, generator):
+    def update(self, buffer, optimizer, generator):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
-        metrics = super().update(trials, optimizer, generator)
-        self.belief_normalizer.update(trials.stored["belief"][:, :-1].flatten(0, 1))
-        R, T = trials.reward.shape
+        metrics = super().update(buffer, optimizer, generator)
+        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
+        R, T = buffer.reward.shape
         T = math.prod(segments(T))
         totals = torch.zeros(3, device=self.device)
         for _ in range(self.config.vae_updates):
@@ -135,7 +135,7 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
             shape = (R, BELIEFS, self.config.latent_size)
             noise = torch.randn(shape, generator=generator, device=self.device)
-            error, kl = self.negative_elbo(trials, belief_steps, reward_steps, noise)
+            error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
@@ -145,7 +145,7 @@ class VariBAD(trmrl.Agent):
         metrics["updates"] += updates
         return metrics
 
-    def negative_elbo(self, trials, belief_steps, reward_steps, noise):
+    def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
         """The two terms of -ELBO, each divided by R T T, the rewards in the full sum.
 
         ELBO = sum_t E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
@@ -155,15 +155,15 @@ class VariBAD(trmrl.Agent):
         the inner one by i in reward_steps (J,), the expectation by one z per t, from its noise (R,
         K, Z).
         """
-        R = len(trials.reward)
-        per_row, length = segments(trials.reward.shape[1])
+        R = len(buffer.reward)
+        per_row, length = segments(buffer.reward.shape[1])
         T = per_row * length  # a remainder of the row is left out
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device).expand(R, T)
 
         # As in RL^2 the gradient flows back through segments, from the stored hidden states.
-        x = gru_inputs(trials, row, t).reshape(R * per_row, length, -1)
-        hidden = trials.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
+        x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
+        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
         belief = self.vae.encode(x, hidden)[0].view(R, T, -1)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
 
@@ -174,11 +174,11 @@ class VariBAD(trmrl.Agent):
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
         # out: the state after it is not in the row, since the next episode begins there.
         i = reward_steps
-        parts = [trials.state[:, i], trials.clipped_action[:, i], trials.state[:, i + 1]]
+        parts = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
         transition = torch.cat(parts, dim=-1)
         predicted = self.vae.decode(z, transition)  # (R, K, J)
-        reward = self.reward_stats(trials.reward[:, None, i])  # (R, 1, J)
-        not_last = 1 - trials.eta[:, None, i]
+        reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J)
+        not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it. This term is cheap, so it is not sampled.
