@@ -32,13 +32,14 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
     10. Runs                starting, saving, resuming; several processes
     11. Command line        flags, and errors that fit on one line
 
-By default every episode begins with an empty memory, as in Algorithm 1; --keep-memory carries it
-through the E episodes of a trial, as "Meta-Training" of Sec. 5.1 suggests. Other differences from
-the paper are noted where they occur; docs/differences.md lists all.
+By default every episode begins with an empty memory, as in Algorithm 1, so the E episodes of a
+trial are independent. --keep-memory carries the memory through all of them, as "Meta-Training" of
+Sec. 5.1 suggests. Other differences from the paper are noted where they occur; docs/differences.md
+lists all.
 
-Letters: a buffer has R rows of T steps, and a forward pass takes M of these steps, of any rows; N
-memory slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a
-task and a memory.
+Letters: a buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory
+slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task and
+a memory.
 """
 
 import argparse
@@ -68,46 +69,10 @@ from torch import distributed as dist
 from torch import nn
 
 # With torchrun each process has its share of the tasks and of every minibatch. Gradients are
-# averaged and statistics merged, so that all processes keep the same weights. Without torchrun
-# this is process 0 of 1.
+# averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
+# this is process 0 of 1, and sums over processes do nothing.
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-
-
-def sum_over_processes(x):
-    if WORLD_SIZE > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
-
-
-def average_gradients(agent):
-    """Replace each gradient by its mean across all processes, in one message."""
-    if WORLD_SIZE > 1:
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
-
-
-class UserError(Exception):
-    """An error the user can fix: printed as one line, exit status 2."""
-
-
-class RunError(Exception):
-    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
-
-
-def did_you_mean(typed, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(typed, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 # ---- 1. Configuration ----------------------------------------------------------------------------
@@ -201,7 +166,7 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """A trial is E rows of one episode length, or with --keep-memory one row (section 3)."""
+        """Rows of the buffer per task: E of one episode, with --keep-memory one of E episodes."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
@@ -210,7 +175,7 @@ class Config:
 # The tasks of a family share a robot and differ in a hidden goal (on MetaWorld also in the object
 # or its place), which the agent must infer from its rewards. All tasks of a batch are stepped
 # together, as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths
-# of half-cheetah and ant are those of the authors' release, without the ant's tiny contact cost.
+# of half-cheetah and ant are those of the author's release, without the ant's tiny contact cost.
 
 
 class TaskFamily(VectorEnv):
@@ -245,7 +210,7 @@ class TaskFamily(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_tasks)
         self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
         if split == "train":
-            # Training replaces these in every iteration.
+            # For other callers: training draws new ones in every iteration.
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
         else:
             self.tasks = self.fixed_tasks(split, num_tasks)
@@ -383,7 +348,7 @@ def metaworld_goals(env):
     name = env.removeprefix("ml1_").replace("_", "-") + "-v3"  # ml1_push: push-v3 (the paper: v2)
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)
-        splits = (benchmark.train_tasks, benchmark.train_tasks)  # tested on training goals, App. B
+        splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
     elif name in metaworld.ALL_V3_ENVIRONMENTS:
         benchmark = metaworld.ML1(name, seed=0)
         splits = (benchmark.train_tasks, benchmark.test_tasks)
@@ -483,8 +448,9 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
 # We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as
-# received; phi maps it to a working memory. At step t the agent sees the tokens of the last N
-# steps, t included. The action, reward and eta of step t are not known yet: they are PAD, zero.
+# received (only PPO scales it); phi maps it to a working memory. At step t the agent sees the
+# tokens of the last N steps, t included. The action, reward and eta of step t are not known yet:
+# they are PAD, zero.
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
 # too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
@@ -492,8 +458,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. A fall ends an episode early; the next one then begins at once, in the same row. How things
-# end:
+# row. A fall ends an episode early; the next one then begins at once, in the same row, which may
+# then end in the middle of an episode. What an ending does:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -521,7 +487,7 @@ class Buffer:
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # first step that a step sees
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # where the memory of a step begins
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
         self.stored = {}  # what baselines remember instead, such as a recurrent state
 
@@ -535,7 +501,7 @@ class Buffer:
         # Where a trajectory (section 7) ends: at a fall, a time limit or the end of the row.
         self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
         self.ends = zeros(R, T, dtype=torch.bool)
-        self.end_value = zeros(R, T)  # value of the state after such a step, 0 after a fall
+        self.end_value = zeros(R, T)  # there: value of the state that follows, 0 after a fall
 
         self.task = None  # (R, k), for a baseline that is told the task
         self.info = {}  # arrays (R, T): success, x_velocity, diverged
@@ -569,7 +535,7 @@ def window(buffer, row, t, N):
     """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
-    Algorithm 1 pads on the left, lets the agent attend to PAD, and reads the last slot. We fill the
+    Algorithm 1 pads on the left, masks nothing, and reads the last slot. We fill the
     first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
     after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
     for an empty slot:
@@ -681,6 +647,20 @@ class Transformer(nn.Module):
 # Because both heads share it, learning values also teaches `recall` to identify the task. The paper
 # does not describe a value function, the form of the heads, normalisation, learning rates or
 # gradient clipping: these are ours.
+
+
+def sum_over_processes(x):
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
 
 
 class RunningStats(nn.Module):
@@ -921,10 +901,10 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
 # one trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
 # longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
-# as if the episode went on. With --keep-memory the trajectory is the paper's, except that a fall
-# ends it with value 0: otherwise falling would buy a fresh start. Also ours: scaled rewards,
-# standardised advantages, the weight 0.5 of the value loss, no entropy bonus, learning rates that
-# fall.
+# as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
+# a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
+# we bootstrap. Also ours: scaled rewards, standardised advantages, the weight 0.5 of the value
+# loss, no entropy bonus, learning rates that fall.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -973,6 +953,14 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     return policy_loss + 0.5 * value_loss, metrics
 
 
+def average_gradients(agent):
+    """Replace each gradient by its mean across all processes, in one message."""
+    if WORLD_SIZE > 1:
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
+
+
 def gradient_step(agent, optimizer, loss):
     """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
@@ -1012,7 +1000,7 @@ def ppo_update(agent, buffer, optimizer, generator):
 #
 # Frozen weights, and test tasks that are the same for every agent and seed. Without --keep-memory
 # the agent adapts anew in every episode; episodes differ only in initial states and sampled
-# actions. Algorithm 1 samples actions; as in the authors' release, we do so on MetaWorld only.
+# actions. Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
 
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
@@ -1037,6 +1025,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
     default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
     folder = Path(str(config.run_dir or default))
+    # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
     return run_iterations(Run(folder, config, make_tasks, agent_class))
@@ -1088,7 +1077,7 @@ def train_iteration(run):
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise RunError("a loss or a gradient is not finite; start again with a lower --lr")
+        raise RunError("a loss or a gradient is not finite; start a new run with a lower --lr")
     speed = run.steps_per_iteration / (time.monotonic() - began)
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
@@ -1099,7 +1088,7 @@ def train_iteration(run):
     if run.iteration % config.eval_every == 0 or run.finished:
         test_all_splits(run)
     run.seconds += time.monotonic() - began
-    returns, success = buffer.episode_results(episodes_per_row)
+    returns, success = buffer.episode_results(episodes_per_row)  # of this process
     progress = {
         "iteration": run.iteration,
         "step": agent.trained_steps,
@@ -1157,7 +1146,7 @@ class Run:
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # fail now, not later
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # ML45: fails now
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1356,6 +1345,20 @@ def pick_device(name):
 
 
 # ---- 11. Command line ----------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """An error the user can fix: printed as one line, exit status 2."""
+
+
+class RunError(Exception):
+    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
+
+
+def did_you_mean(typed, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(typed, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def flag(name):

@@ -18,7 +18,7 @@ The main differences from the paper:
 
 - The paper visits 100 fixed training tasks (half-cheetah) many times. It takes contexts from the
   recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
-  trial is all the data of its task: the context and the RL batch come from the same trial. Buffer
+  trial is all the data of its task: the context and the RL batch come from the same trial. Trials
   are drawn from the whole replay, recent ones more often.
 - A transition of the context is (s, a, r), without the next state.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
