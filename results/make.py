@@ -63,10 +63,11 @@ class Run:
 
     def command(self):
         program = ["trmrl.py"] if self.agent == "trmrl" else ["-m", f"baselines.{self.agent}"]
+        folder = str(self.folder.relative_to(RESULTS.parent))  # config.json names no home folder
         if self.state() == "begun":
-            arguments = ["--resume", str(self.folder)]
+            arguments = ["--resume", folder]
         else:
-            arguments = [*self.flags.split(), "--run-dir", str(self.folder)]
+            arguments = [*self.flags.split(), "--run-dir", folder]
         return [sys.executable, *program, *arguments]
 
 
