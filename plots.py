@@ -1115,7 +1115,7 @@ def summary_table(groups):
         for agent in agents:
             seeds = groups[env].get(agent, [])
             text = episode_cell(seeds, SHOWN_EPISODE.get(agent, 1)) if seeds else "-"
-            row[AGENTS[agent][0]] = text + (" (n = 1)" if len(seeds) == 1 else "")
+            row[AGENTS[agent][0]] = text + (f" (n = {len(seeds)})" if 0 < len(seeds) < 3 else "")
         table.append(row | {"minutes": minutes(groups[env].get("trmrl", []))})
     return markdown(table)
 
