@@ -33,9 +33,9 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
     11. Command line        flags, and errors that fit on one line
 
 By default every episode begins with an empty memory, as in Algorithm 1, so the E episodes of a
-trial are independent. --keep-memory carries the memory through all of them, as "Meta-Training" of
-Sec. 5.1 suggests. Other differences from the paper are noted where they occur; docs/differences.md
-lists all.
+trial are independent. With --keep-memory it is not cleared between them, as "Meta-Training" of Sec.
+5.1 suggests; the agent still sees only the last N steps. Other differences from the paper are noted
+where they occur; docs/differences.md lists all.
 
 Letters: a buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory
 slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task and
@@ -83,7 +83,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
 # The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
-# N = 50 on ML1-Reach.
+# N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
@@ -120,7 +120,7 @@ class Config:
     unused: ClassVar = ()
 
     env: str = setting("run", "halfcheetah_vel", "task family")
-    seed: int = setting("run", 1, "seed of everything random", high=2**31 - 1)
+    seed: int = setting("run", 1, "seed of training", high=2**31 - 1)
     device: str = setting("run", "auto", "auto, cpu, cuda, cuda:1, mps")
     threads: int = setting("run", 1, "CPU threads for physics and network; 0: all", high=1024)
     run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
@@ -166,7 +166,7 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """Rows of the buffer per task: E of one episode, with --keep-memory one of E episodes."""
+        """E rows of one episode each or, with --keep-memory, one row of E episodes."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
@@ -251,7 +251,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # as set by --threads
+        threads = torch.get_num_threads()  # --threads sets it
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
@@ -396,7 +396,8 @@ class MetaWorldFamily(TaskFamily):
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
         if n % len(self.classes):
-            raise UserError(f"{n} tasks (per process) are not a multiple of {len(self.classes)}")
+            classes = len(self.classes)
+            raise UserError(f"{n} tasks (per process) are not a multiple of the {classes} classes")
         turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
@@ -535,7 +536,7 @@ def window(buffer, row, t, N):
     """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
-    Algorithm 1 pads on the left, masks nothing, and reads the last slot. We fill the
+    Algorithm 1 pads on the left, does not mask the padding, and reads the last slot. We fill the
     first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
     after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
     for an empty slot:
@@ -842,7 +843,9 @@ class Player:
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
         buffer.reward[:, t] = buffer.tensor(reward)
         buffer.terminated[:, t] = buffer.tensor(terminated)
-        buffer.write_state(t + 1, observation, self.agent.normalizer)
+        buffer.write_state(
+            t + 1, observation, self.agent.normalizer
+        )  # after a reset act replaces it
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
         # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
@@ -1048,8 +1051,9 @@ def run_iterations(run):
             print(f"\nstopped; {run.hint}", file=sys.stderr)
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise  # gloo raises plain RuntimeErrors
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo has no error class
+        if not lost:
+            raise
         reason = f"process {RANK} lost the others ({one_line(error)})"
         raise RunError(f"{reason}; {run.hint}") from None
     return run.agent
@@ -1142,11 +1146,12 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
         if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-            raise UserError(f"--num-tasks and --minibatch must be multiples of {WORLD_SIZE}")
+            raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE} processes")
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # ML45: fails now
+        # ML45 refuses a number of tasks that is no multiple of 45: now, not in the first iteration.
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1373,6 +1378,8 @@ def check_config(config):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
+    if "keep_memory" not in config.unused and config.keep_memory and config.episodes_per_trial == 1:
+        raise UserError("--keep-memory needs --episodes-per-trial 2 or more")
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
 
