@@ -139,7 +139,7 @@ class Config:
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
     tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
     keep_memory: bool = setting(
-        "agent", False, "keep memories across the episodes of a trial (E > 1)"
+        "agent", False, "keep memories across the episodes of a trial; E > 1"
     )
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
