@@ -1471,7 +1471,7 @@ def test_import_does_nothing_and_is_cheap():
 
 
 CHOICES = dict(memory_length=[1, 2, 7, 30, 0], layers=[1, 2, 5], heads=[1, 2, 4, 3], epochs=[1, 3])
-CHOICES |= dict(d_model=[12, 16, 2, 12, 3], tfixup=[True, False], keep_memory=[True, False])
+CHOICES |= dict(d_model=[12, 16, 2, 12, 3], tfixup=[True, False], keep_memory=[False, True])
 CHOICES |= dict(gamma=[0.9, 0.0, 0.9999, 1.0, math.nan], gae_lambda=[0.0, 1.0], clip=[0.05, 0.5])
 CHOICES |= dict(num_tasks=[1, 3, 8], episodes_per_trial=[1, 2, 3], minibatch=[10, 7, 2, 1, 161])
 CHOICES |= dict(lr=[0.0, 1e-3, 0.5], value_lr=[0.0, 1e-3], final_lr=[0.0, 1.0], eval_tasks=[1, 3])
