@@ -1499,7 +1499,7 @@ def test_any_config_trains_or_is_refused(tmp_path):
         except trmrl.RunError:  # it diverged
             assert possible and picks["lr"] == 0.5
     assert set(outcomes) == {(True, "trained"), (False, "refused")}
-    assert 6 < sum(possible for possible, _ in outcomes) < 24
+    assert 4 < sum(possible for possible, _ in outcomes) < 26
 
 
 # Several processes (torchrun).
