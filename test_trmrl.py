@@ -22,6 +22,7 @@ import contextlib
 import copy
 import csv
 import importlib
+import importlib.util
 import inspect
 import io
 import itertools
@@ -1309,6 +1310,34 @@ def test_a_run_survives_ctrl_c_sigterm_and_sigkill_at_any_moment(tmp_path):
 def before_third_save(patch, fault, save=trmrl.Run.save):
     """Let something happen before a run saves its third iteration."""
     patch.setattr(trmrl.Run, "save", lambda run: (run.iteration == 3 and fault(), save(run)))
+
+
+def test_make_trains_what_is_missing_and_continues_what_was_stopped(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    for name in ("trmrl.py", "results/make.py"):
+        shutil.copy(HERE / name, tmp_path / name)
+    spec = importlib.util.spec_from_file_location("make", tmp_path / "results/make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    flags = "--total-steps 1600 --num-tasks 2 --eval-tasks 2 --eval-every 1"  # two iterations
+    whole, stopped, other = (make.Run(name, "trmrl", flags, 1) for name in ("a", "b", "a"))
+    other.flags += " --lr 1e-4"
+    assert whole.state() == "missing" and make.make([whole], jobs=1) == []
+    assert whole.state() == "finished" and other.state() == "outdated"
+    files = {path.name for path in whole.folder.iterdir()}
+    assert files == {"agent.pt", "config.json", "eval.csv", "progress.csv"}
+
+    def stop_after_one(run, iterate=trmrl.train_iteration):
+        iterate(run)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trmrl, "train_iteration", stop_after_one)
+        assert trmrl.main([*flags.split(), "--run-dir", str(stopped.folder)]) == 130
+    assert stopped.state() == "begun" and make.make([whole, stopped], jobs=2) == []
+    assert (stopped.folder / "eval.csv").read_text() == (whole.folder / "eval.csv").read_text()
+    for run in make.all_runs():  # their flags are understood
+        run.agent_class.Config(**trmrl.parse(run.flags.split(), run.agent_class))
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_it_can_continue(points_run, tmp_path, monkeypatch):
