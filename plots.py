@@ -623,7 +623,7 @@ def draw_latent(agents, options):
     latent(middle, points[..., :2], TARGETS)
     middle.set_title(f"components 1 and 2\n({shares[:2].sum():.0%} of the variance)")
     latent(right, first @ plane, TARGETS, borders=True)
-    right.set_title(f"planes separate {separated:.0%}\nof new memories")
+    right.set_title(f"planes fitted to the tasks:\n{separated:.0%} of new memories")
     return figure
 
 
@@ -715,7 +715,7 @@ def draw_attention(agents, options):
     top.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
     top.plot(velocity, color=BLUE)
     top.margins(y=0.5)
-    top.set(ylabel="velocity\n(m/s)", title=f"one task: {target:.3g} m/s (darker: more attention)")
+    top.set(ylabel="velocity\n(m/s)", title=f"{target:.3g} m/s; below: attention (beige: none yet)")
     reached = settled(velocity, target)
     words = "not settled"
     if reached is not None:
