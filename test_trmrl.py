@@ -1607,7 +1607,7 @@ def test_two_processes_make_the_update_of_one(pairs):
     """One process that has the trials of both makes the same gradient steps."""
     a, b = (torch.load(pairs.folder / f"whole-{rank}.pt", weights_only=False) for rank in (0, 1))
     assert all(torch.equal(a[when][k], b[when][k]) for when in ("before", "after") for k in a[when])
-    ours, theirs = a["trials"], b["trials"]
+    ours, theirs = a["buffer"], b["buffer"]
     assert not set(ours.task.flatten().tolist()) & set(theirs.task.flatten().tolist())
     both = SimpleNamespace()
     for name, x in vars(ours).items():
@@ -2155,7 +2155,7 @@ def test_tables_are_written_between_their_markers(tmp_path, capsys, monkeypatch)
         text = path.read_text()
         assert text.endswith("<!-- end -->\nThe end.\n") and "old" not in text
         tables = dict(zip(names, [part.split("\n\n")[1] for part in text.split("## ")[1:]]))
-        assert "| HalfCheetahVel | -74.4 | -59.2 (n = 1) |" in tables["summary"]
+        assert "| HalfCheetahVel | -74.4 (n = 2) | -59.2 (n = 1) |" in tables["summary"]
         head, _, ours, maml = tables["halfcheetah_vel"].splitlines()
         cells = dict(zip(head.split(" | "), ours.split(" | ")))
         assert cells["episode 1"] == "-74.4 (-79.4 to -69.4)" and cells["episode 6"] == "-73.9"
