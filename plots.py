@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
 """Every figure of the paper, benchmarks, and the tables of the documents, all from run folders.
 
-    python plots.py                                     # every figure that the runs at hand allow
-    python plots.py meta_training --runs runs --pdf     # one figure of your own runs, also as PDF
-    python plots.py --compare runs/ant_dir/trmrl-seed7  # your run over ours: is it on track?
-    python plots.py film --env ant_dir                  # an animation of an agent that adapts
-    python plots.py benchmark --env ant_dir             # speed, beside the limits of this machine
-    python plots.py scaling                             # speed for other sizes of the agent
-    python plots.py tables                              # the tables of docs/results.md
+python plots.py                                     # every figure that the runs at hand allow
+python plots.py meta_training --runs runs --pdf     # one figure of your own runs, also as PDF
+python plots.py --compare runs/ant_dir/trmrl-seed7  # your run over ours: is it on track?
+python plots.py film --env ant_dir                  # an animation of an agent that adapts
+python plots.py benchmark --env ant_dir             # speed, beside the limits of this machine
+python plots.py scaling                             # speed for other sizes of the agent
+python plots.py tables                              # the tables of docs/results.md
 
-draw_... finds the data of a figure and draws it; `save` writes the picture.
-
-    1. Look   2. Runs   3. Learning curves (Fig. 4, 5, 6, 10 to 13)
-    4. Inside an agent (Fig. 2, 3, 7, 8, 9)   5. Film   6. Benchmark   7. Tables   8. Command line
+1. Look   2. Runs   3. Learning curves (Fig. 4, 5, 6, 10 to 13)
+4. Inside an agent (Fig. 2, 3, 7, 8, 9)   5. Film   6. Benchmark   7. Tables   8. Command line
 """
 
 import csv
@@ -25,7 +23,8 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import gymnasium
@@ -33,7 +32,9 @@ import matplotlib.pyplot as plt
 import mujoco
 import numpy as np
 import torch
+from matplotlib.colors import ListedColormap
 from matplotlib.mlab import GaussianKDE
+from matplotlib.ticker import PercentFormatter
 
 import trmrl
 
@@ -52,7 +53,6 @@ STYLE = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
-    "figure.titlesize": 11,
     "font.size": 9.5,
     "grid.color": "#e3e3e3",
     "legend.frameon": False,
@@ -78,9 +78,15 @@ ENVS = {"halfcheetah_vel": "HalfCheetahVel", "ant_dir": "AntDir"}
 ENVS |= {"ml1_reach": "ML1-Reach", "ml1_push": "ML1-Push", "ml45_train": "ML45-Train"}
 
 
-def shade(target, targets):
-    """Dark for slow, light for fast: the order shows without colour, too."""
-    return plt.cm.viridis(0.9 * (target - min(targets)) / max(np.ptp(targets), 1e-9))
+def shade(value, values):
+    """Dark for small, light for large values: the order shows without colour, too."""
+    return plt.cm.viridis(0.8 * (value - min(values)) / max(np.ptp(values), 1e-9))
+
+
+def title(ax, words, note):
+    """A title and, in small letters below it, a note."""
+    ax.set_title(words, pad=17, loc="left")
+    ax.annotate(note, (0, 1), (0, 5), "axes fraction", "offset points", color=GREY, fontsize=8)
 
 
 def save(figure, name, options, sources):
@@ -90,9 +96,8 @@ def save(figure, name, options, sources):
         for handle, label in zip(*ax.get_legend_handles_labels()):
             legend.setdefault(label, handle)
     if legend:
-        letters = sum(len(label) + 8 for label in legend)
-        lines = math.ceil(letters / (11 * WIDTH))
-        columns = math.ceil(len(legend) / lines)
+        letters = sum(len(label) + 8 for label in legend)  # 77 fit in a line
+        columns = math.ceil(len(legend) / math.ceil(letters / 77))
         figure.legend(legend.values(), legend, loc="outside lower center", ncols=columns)
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -127,40 +132,14 @@ def plural(n, word):
 class Run:
     path: Path
     env: str
-    agent: str
+    agent: str  # "yours": drawn over ours by --compare
+    ablation: str  # of .../ablations/<ablation>/<run>
     settings: dict  # config.json
     rows: list  # eval.csv
-    yours: bool = False  # drawn over ours by --compare
-
-    @property
-    def ablation(self):
-        """Runs of an ablation are in .../ablations/<ablation>/<run>."""
-        parts = self.path.resolve().parts
-        return parts[-2] if parts[-3:-2] == ("ablations",) else ""
-
-    @property
-    def steps(self):
-        return max((row["step"] for row in self.rows), default=0)
-
-    @property
-    def finished(self):
-        return self.steps >= self.settings["total_steps"]
-
-    @property
-    def value(self):
-        """What is shown of a family: the success rate if it has one, else the return."""
-        return "return" if all(np.isnan(row["success"]) for row in self.rows) else "success"
-
-    @cached_property
-    def tests(self):
-        """Rows with the family's usual actions: sampled ones on arms, else mean ones."""
-        usual = "sampled" if is_arm(self.env) else "mean"
-        return [row for row in self.rows if row["actions"] == usual] or self.rows
-
-
-def agent_of(run):
-    """The key of AGENTS that says how a run is drawn."""
-    return "yours" if run.yours else run.agent
+    tests: list  # rows with the family's usual actions: sampled ones on arms, else mean ones
+    value: str  # what is shown: "success" if the family has it, else "return"
+    steps: int
+    finished: bool
 
 
 def is_arm(env):
@@ -174,14 +153,23 @@ def read_csv(path):
 
 def read_run(path):
     content = json.loads((path / "config.json").read_text())
-    settings = asdict(trmrl.Config(env=content["env"])) | content
+    env = content["env"]
+    settings = asdict(trmrl.Config(env=env)) | {"agent": "trmrl"} | content
     rows = []
     for line in read_csv(path / "eval.csv"):
         row = {name: int(line[name]) for name in ("step", "task", "episode")}
         row |= {name: float(line[name] or "nan") for name in ("return", "success")}
         row |= {"split": line["split"], "actions": line.get("actions") or "mean"}
         rows.append(row)
-    return Run(path, content["env"], content.get("agent", "trmrl"), settings, rows)
+
+    parts = path.resolve().parts
+    ablation = parts[-2] if parts[-3:-2] == ("ablations",) else ""
+    usual = "sampled" if is_arm(env) else "mean"
+    tests = [row for row in rows if row["actions"] == usual] or rows
+    value = "return" if all(np.isnan(row["success"]) for row in rows) else "success"
+    steps = max((row["step"] for row in rows), default=0)
+    done = steps >= settings["total_steps"]
+    return Run(path, env, settings["agent"], ablation, settings, rows, tests, value, steps, done)
 
 
 def find_runs(folders):
@@ -238,11 +226,13 @@ LABELLED = dict(AGENTS)
 for agent, episode in SHOWN_EPISODE.items():
     LABELLED[agent] = f"{AGENTS[agent][0]}, episode {episode}", *AGENTS[agent][1:]
 
-# Returns worth knowing: {env: {return: (its meaning, where the words stand)}}.
+# Returns worth knowing: {return: (its meaning, which side of the words is on the line)}.
 REFERENCES = {
-    "halfcheetah_vel": {-300: ("standing still", "top"), -150: ("no adaptation", "bottom")},
+    "halfcheetah_vel": {-150: ("no adaptation", "bottom"), -300: ("standing still", "top")},
     "ant_dir": {200: ("standing still", "bottom")},
+    "ood": {-700: ("standing still", "top")},
 }
+CROWDED = "halfcheetah_vel"  # its best agents differ so little that they get a close-up
 
 
 def means(run, by, **wanted):
@@ -256,36 +246,34 @@ def means(run, by, **wanted):
 
 def learning_curve(run):
     """{step: mean over the test tasks}."""
-    return means(run, "step", split="test", episode=SHOWN_EPISODE.get(run.agent, 1))
+    return means(run, "step", split="test", episode=SHOWN_EPISODE.get(run.settings["agent"], 1))
 
 
 def episode_curve(run, split="test"):
-    """{episode: mean over the tasks} of the last meta-test, if it has several episodes."""
+    """{episode: mean over the tasks} of the last meta-test, if it has at least three episodes."""
     curve = means(run, "episode", split=split, step=run.steps)
-    return curve if len(curve) > 1 else {}
+    return curve if len(curve) > 2 else {}
 
 
 def draw_curve(ax, curves, label, color, linestyle, marker, unit=1, lines=False):
     """The mean of the curves of several seeds, over their range or over thin lines of each."""
-    x = sorted(set.intersection(*map(set, curves)))
-    seeds = np.array([[curve[at] for at in x] for curve in curves])
-    x = np.array(x) / unit
-    width = 2 if len(seeds) > 1 else 1
-    style = dict(color=color, linestyle=linestyle, linewidth=width, marker=marker)
+    steps = sorted(set.intersection(*map(set, curves)))
+    seeds = np.array([[curve[step] for step in steps] for curve in curves])
+    x = np.array(steps) / unit
+    several = len(seeds) > 1
     every = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
-    ax.plot(x, seeds.mean(axis=0), label=label, markevery=every, zorder=3, **style)
+    look = dict(linestyle=linestyle, linewidth=1 + several, marker=marker, markevery=every)
+    ax.plot(x, seeds.mean(axis=0), label=label, color=color, zorder=3, **look)
     if lines:
         ax.plot(x, seeds.T, color=color, linewidth=0.6, alpha=0.6)
-    elif len(seeds) > 1:
-        low, high = seeds.min(axis=0), seeds.max(axis=0)
-        ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    elif several:
+        ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), color=color, alpha=0.15, lw=0)
 
 
-def meta_training(ax, curves, looks, env="", lines=False):
+def meta_training(ax, curves, looks, lines=False):
     """Fig. 4, 10 to 13: {key of looks: [{step: value} of each seed]}."""
     for key, seeds in curves.items():
         draw_curve(ax, seeds, *looks[key], unit=1e6, lines=lines)
-
     ax.set_xlabel("million steps")
     last = [max(curve) for key, seeds in curves.items() for curve in seeds if key != "yours"]
     if last and max(last) > 4 * min(last):
@@ -294,87 +282,101 @@ def meta_training(ax, curves, looks, env="", lines=False):
         ax.set_xlim(left=0)
     ax.xaxis.set_major_formatter("{x:g}")
 
-    # The collapse of one seed must not squeeze all curves.
-    low, high = ax.get_ylim()
-    if env == "halfcheetah_vel" and high > -340:
-        low, high = ax.set_ylim(-340, max(high, -250))
-    for y, (words, place) in REFERENCES.get(env, {}).items():
-        if low < y < high:
-            ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-            look = NOTE | dict(color=GREY, fontsize=8, va=place, zorder=2)
-            ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
 
-
-def adaptation(ax, curves, looks, env=""):
+def adaptation(ax, curves, looks):
     """Fig. 5, 6: {key of looks: [{episode: value} of each seed]}."""
     for key, seeds in curves.items():
         draw_curve(ax, seeds, *looks[key])
     ax.set_xlabel("episode")
     ax.set_xticks(sorted({episode for seeds in curves.values() for episode in seeds[0]}))
-    ax.margins(y=0.15)
+    ax.margins(y=0.12)
 
 
-def env_panels(envs):
-    """A figure and {env: its axes}: locomotion in one row, arms in the next if there are many."""
+def draw_references(ax, references):
+    """Lines at returns worth knowing. A collapse far below them must not squeeze all curves."""
+    highest = ax.dataLim.y1
+    for y, (words, side) in references.items():
+        ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
+        look = NOTE | dict(color=GREY, fontsize=8, va=side, zorder=2)
+        ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
+    lowest = min(references, default=0)
+    if lowest < 0 and highest > lowest:
+        ax.set_ylim(bottom=1.15 * lowest)
+
+
+def best_range(curves):
+    """Limits that suit the curves that end in the top quarter, from half of the steps on."""
+    every = [curve for seeds in curves.values() for curve in seeds]
+    values = [y for curve in every for y in curve.values()]
+    border = 0.75 * max(values) + 0.25 * min(values)
+    best = [curve for curve in every if curve[max(curve)] > border]
+    half = max(map(max, every)) / 2
+    late = [y for curve in best for x, y in curve.items() if x >= half]
+    if len(best) > 1:
+        margin = 0.1 * (max(late) - min(late))
+        return min(late) - margin, max(late) + margin
+
+
+def env_panels(envs, close_up):
+    """A figure and {env or "close-up": its axes}: arms below the others if there are many."""
     envs = sorted(envs, key=[*ENVS, *envs].index)
     arms = [env for env in envs if is_arm(env)]
     others = [env for env in envs if not is_arm(env)]
-    rows = [others, arms] if len(envs) > 3 and arms and others else [envs]
-    figure = plt.figure(figsize=(WIDTH, 2.4 * len(rows) + 0.5))
-    axes = {}
-    for grid, row in zip(figure.add_gridspec(len(rows), 1), rows):
-        for cell, env in zip(grid.subgridspec(1, len(row)), row):
-            axes[env] = figure.add_subplot(cell)
-    return figure, axes
+    if close_up:
+        others.insert(1, "close-up")
+    rows = [others, arms] if len(others + arms) > 3 else [others + arms]
+    cells = [np.repeat(row, 60 // len(row)) for row in rows if row]  # 2 and 3 panels: aaabbb ccddee
+    return plt.subplot_mosaic(cells, figsize=(WIDTH, 2.4 * len(cells) + 0.5))
 
 
-def draw_runs(name, runs, options, read, plot, which, key=agent_of, looks=AGENTS):
-    """A panel per env, a curve per key: what `read` finds in the runs, if anything."""
+def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS):
+    """A panel per env, a curve per agent or other key: what `read` finds in the runs, if any."""
+    if key is None:
+        key = attrgetter("agent")
+        runs = [run for run in runs if not run.ablation]
     groups = group_runs([run for run in runs if read(run)], key, options)
     if not groups:
         return "needs a finished run: python trmrl.py --env halfcheetah_vel"
-    for each in groups.values():
+    curves = {}
+    for env, each in groups.items():
         for other in each.keys() - looks.keys():  # an agent of your own
             looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
+        curves[env] = {k: [read(run) for run in each[k]] for k in looks if k in each}
+    limits = best_range(curves[CROWDED]) if CROWDED in curves else None
 
-    figure, axes = env_panels(list(groups))
-    sources = []
+    figure, axes = env_panels(groups, close_up=limits)
+    if limits:
+        ax = axes.pop("close-up")
+        plot(ax, curves[CROWDED], looks)
+        ax.set_ylim(limits)
+        title(ax, "close-up", f"of {ENVS[CROWDED]}")
     labelled = set()
     for env, ax in axes.items():
-        seeds = {k: groups[env][k] for k in looks if k in groups[env]}
-        curves = {k: [read(run) for run in each] for k, each in seeds.items()}
-        plot(ax, curves, looks, env=env)
-        ax.set_title(panel_title(env, seeds))
-        sources += [run for each in seeds.values() for run in each]
-
-        value = sources[-1].value
+        plot(ax, curves[env], looks)
+        draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
+        title(ax, ENVS.get(env, env), panel_note(env, groups[env]))
+        value = next(iter(groups[env].values()))[0].value
         if value == "success":
             ax.set_ylim(-0.03, max(0.5, ax.dataLim.y1 + 0.05))
-            ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+            ax.yaxis.set_major_formatter(PercentFormatter(1))
         if value not in labelled:
-            words = {"return": "return", "success": "success rate"}
-            ax.set_ylabel(f"{words[value]}, {which}")
+            ax.set_ylabel({"return": "return", "success": "success rate"}[value] + which)
             labelled.add(value)
-    save(figure, name, options, [run.path for run in sources])
+    sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
+    save(figure, name, options, sources)
 
 
-def panel_title(env, seeds):
-    """The env, how many seeds there are, and whether an arm was tested with mean actions."""
-    counts = {len(runs) for key, runs in seeds.items() if key != "yours"}
+def panel_note(env, groups):
+    """How many seeds the curves have, and whether an arm was tested with mean actions."""
+    counts = {len(seeds) for key, seeds in groups.items() if key != "yours"}
     several = [str(n) for n in sorted(counts) if n > 1]
-    notes = [f"{' to '.join(several)} seeds"] if several else []
+    notes = [f"n = {' to '.join(several)} seeds"] if several else []
     if 1 in counts:
-        notes.append("thin: n = 1" if several else "n = 1")
-    tests = [run.tests[0]["actions"] for runs in seeds.values() for run in runs]
-    if is_arm(env) and "mean" in tests:
+        notes.append("thin lines: n = 1" if several else "n = 1 seed")
+    actions = [run.tests[0]["actions"] for seeds in groups.values() for run in seeds]
+    if is_arm(env) and "mean" in actions:
         notes.append("mean actions")
-    return f"{ENVS.get(env, env)}\n{', '.join(notes)}"
-
-
-def draw_learning(name, read, plot, which, looks, runs, options):
-    """Fig. 4, 5, 6."""
-    ours = [run for run in runs if run.yours or not run.ablation]
-    return draw_runs(name, ours, options, read, plot, which, looks=looks)
+    return ", ".join(notes)
 
 
 # An ablation: its settings, and the values of them that we compare.
@@ -384,13 +386,16 @@ ABLATIONS = {
     "layers": (("layers",), [(1,), (2,), (4,), (12,)]),
     "heads": (("heads",), [(1,), (4,), (16,)]),
 }
-LABELS = {"layers": "L = {}", "memory_length": "N = {}", "heads": "heads: {}"}
+LABELS = {"layers": "L = {}", "memory_length": "memory N = {}", "heads": "heads: {}"}
 LABELS["tfixup"] = "T-Fixup: {}"
 
 
 def ablation_runs(which, runs):
-    """Its own runs, those with default settings and, of T-Fixup's, those that differ in layers."""
+    """Its own runs and those with default settings, as far as they belong to this ablation."""
     found = [run for run in runs if run.ablation in (which, "default")]
+    if which == "tfixup":  # only depths that were also trained without it
+        depths = {run.settings["layers"] for run in found if not run.settings["tfixup"]}
+        found = [run for run in found if run.settings["layers"] in depths]
     if which == "layers":
         found += [run for run in runs if run.ablation == "tfixup" and run.settings["tfixup"]]
     return found
@@ -407,6 +412,18 @@ def ablation_label(which, values):
     return ", ".join(LABELS[name].format(v) for name, v in zip(ABLATIONS[which][0], values))
 
 
+def ablation_looks(which, keys):
+    """The lighter the line, the larger the setting; dashed without T-Fixup."""
+    sizes = sorted({key[0] for key in keys})
+    looks = {}
+    for key in keys:
+        rank = sizes.index(key[0])
+        line = "--" if key[1:] == (False,) else "-"
+        color = shade(rank, range(len(sizes)))
+        looks[key] = ablation_label(which, key), color, line, "osD^vP"[rank % 6]
+    return looks
+
+
 def draw_ablation(which, runs, options):
     names, wanted = ABLATIONS[which]
     key = ablation_key(which)
@@ -415,13 +432,8 @@ def draw_ablation(which, runs, options):
     variants = [env for env, _ in {(run.env, key(run)) for run in ours}]
     ours = [run for run in ours if variants.count(run.env) > 1]
     if ours:
-        # The default looks the same in all ablations.
-        default = tuple(getattr(trmrl.Config(), name) for name in names)
-        order = sorted(keys, key=lambda k: k != default)
-        styles = dict(zip(order, itertools.cycle(AGENTS.values())))
-        looks = {k: (ablation_label(which, k), *styles[k][1:]) for k in keys}
-        how = learning_curve, partial(meta_training, lines=True), "episode 1"
-        draw_runs(f"ablation_{which}", ours, options, *how, key=key, looks=looks)
+        how = learning_curve, partial(meta_training, lines=True), ", episode 1", key
+        draw_runs(f"ablation_{which}", ours, options, *how, ablation_looks(which, keys))
 
     missing = [k for k in wanted if k not in keys]
     if missing:
@@ -437,7 +449,8 @@ def draw_compare(runs, options):
     if len(found) != 1 or not learning_curve(found[0]):
         raise trmrl.UserError(f"--compare takes a run with a meta-test, not {options.compare}")
     yours = found[0]
-    yours.yours = True
+    yours.agent = "yours"
+    yours.ablation = ""
     ours = [run for run in runs if run.env == yours.env and not run.path.samefile(yours.path)]
     for name in options.figures or ["meta_training"]:
         (FIGURES | OTHERS)[name]([*ours, yours], options)
@@ -445,12 +458,10 @@ def draw_compare(runs, options):
     curve = learning_curve(yours)
     last = max(curve)
     line = f"after {last / 1e6:.2f} M steps: {yours.value} {curve[last]:.4g}"
-    reached = []
-    for run in [run for run in ours if run.agent == yours.agent and not run.ablation]:
-        points = learning_curve(run)
-        if points and last >= min(points):
-            reached.append(np.interp(last, list(points), list(points.values())))
-    if reached:
+    alike = [run for run in ours if run.agent == yours.settings["agent"] and not run.ablation]
+    others = [other for other in map(learning_curve, alike) if other and last >= min(other)]
+    if others:
+        reached = [np.interp(last, list(other), list(other.values())) for other in others]
         low, high = min(reached), max(reached)
         place = "behind" if curve[last] < low else "ahead" if curve[last] > high else "on track"
         line += f", ours {low:.4g} to {high:.4g}: {place}"
@@ -474,14 +485,6 @@ def meet(agent, targets, episodes=1):
     return trmrl.collect(agent, envs, tasks, steps, False, trmrl.TEST_SEED)
 
 
-def attention_weights(layer, query_memories, e, visible):
-    """Eq. 4, alpha (M, heads, Q, N); PyTorch's call in Layer.forward returns only mu, Eq. 5."""
-    q = layer.query(query_memories).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    k = layer.key(e).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
-
-
 @torch.no_grad()
 def look_inside(agent, buffer):
     """Memories of every step after 0, ..., L layers, (L + 1, R, T, d), and attention (R, T, N).
@@ -502,39 +505,40 @@ def look_inside(agent, buffer):
 
     each = torch.arange(R * T, device=agent.device)
     memories = torch.stack([x[each, current] for x in e])
-    alpha = attention_weights(agent.transformer.layers[-1], e[-2], e[-2], causal)
+    # Eq. 4. PyTorch's call in Layer.forward returns only mu, Eq. 5.
+    q = layer.query(e[-2]).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    k = layer.key(e[-2]).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (R T, heads, N, N)
+    alpha = scores.masked_fill(~causal, -math.inf).softmax(dim=-1)
     alpha = alpha[each, :, current].mean(dim=1)  # (R T, N)
     ago = current[:, None] - slot  # current slot 2: the slots 2 1 0 are 0 1 2 steps ago
     alpha = alpha.gather(1, ago.clamp(min=0)).masked_fill(ago < 0, math.nan)
     return memories.unflatten(1, (R, T)).cpu().numpy(), alpha.unflatten(0, (R, T)).cpu().numpy()
 
 
-def settled(velocity, target):
-    """Steps until the velocity (T,) stays near its target; None if for less than 10 steps."""
-    away = np.flatnonzero(np.abs(velocity - target) >= TOLERANCE)
-    steps = int(away.max(initial=-1)) + 1
-    return None if steps > len(velocity) - 10 else steps
+def draw_velocity(ax, velocity, target):
+    """A velocity (T,) and the band around its target; the step where it settles, or None."""
+    ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
+    ax.plot(velocity, color=BLUE, linewidth=1.4)
+    outside = np.flatnonzero(np.abs(velocity - target) >= TOLERANCE)
+    step = int(outside.max(initial=-1)) + 1
+    settled = step <= len(velocity) - 10  # it stays in the band for at least 10 steps
+    if settled:
+        ax.axvline(step, color=RED, linewidth=0.8)
+        ax.plot(step, velocity[step], "o", color=RED)
+    words = plural(step, "step") if settled else "not settled"
+    ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
+    return step if settled else None
 
 
 def online_adaptation(axes, velocity, targets, steps=60):
     """Fig. 9: velocity (B, T), a panel for each target; returns the steps until each settles."""
     found = []
     for ax, v, target in zip(axes, velocity[:, :steps], targets):
-        ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
-        ax.plot(v, color=BLUE, linewidth=1.4)
-        reached = settled(v, target)
-        words = "not settled"
-        if reached is not None:
-            words = plural(reached, "step")
-            found.append(reached)
-            ax.axvline(reached, color=RED, linewidth=0.8)
-            ax.plot(reached, v[reached], "o", color=RED)
-        ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
+        found.append(draw_velocity(ax, v, target))
         ax.margins(y=0.2)
-        ax.set_title(f"{target:.1f} m/s")
-        ax.set_xticks(range(0, steps + 1, 20))
-        ax.set_xlim(-2, steps)
-    return found
+        ax.set(title=f"{target:.1f} m/s", xticks=range(0, steps + 1, 20), xlim=(-2, steps))
+    return [reached for reached in found if reached is not None]
 
 
 def draw_online_adaptation(agents, options):
@@ -564,66 +568,59 @@ def discriminants(memories):
     return whiten @ directions.T
 
 
-def density(points, at):
-    """Gaussian kernel density, by Scott's rule, of points (n, k) at places (m, k)."""
-    return GaussianKDE(points.T)(at.T)
+def nearest(points, centres):
+    """Which of B centres (B, k) is nearest to each of the points (..., k)."""
+    return np.linalg.norm(points[..., None, :] - centres, axis=-1).argmin(axis=-1)
 
 
-def distances(points, centres):
-    """Of points (..., k) to B centres (B, k): (..., B)."""
-    return np.linalg.norm(points[..., None, :] - centres, axis=-1)
-
-
-def latent(ax, points, targets, borders=False):
-    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80 % of the points of its task.
-
-    The borders are lines between the places that are nearest to the mean of one task.
-    """
+def latent(ax, points, targets):
+    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80 % of the points of its task."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
-    x, y = np.linspace(low - margin, high + margin, 80).T
-    grid = np.stack(np.meshgrid(x, y), axis=-1)  # (80, 80, 2)
-    away = distances(grid, points.mean(axis=1))  # (80, 80, B)
-    for i, (target, task) in enumerate(zip(targets, points)):
-        color = shade(target, targets)
-        ax.scatter(*task.T, s=4, color=color, alpha=0.6, linewidth=0)
-        level = np.quantile(density(task, task), 0.2)
-        heights = density(task, grid.reshape(-1, 2)).reshape(80, 80)
-        ax.contourf(x, y, heights, [level, np.inf], colors=[color], alpha=0.25)
+    x, y = np.linspace(low - margin, high + margin, 150).T
+    grid = np.stack(np.meshgrid(x, y), axis=-1)  # (150, 150, 2)
+    colors = [shade(target, targets) for target in targets]
+    tints = nearest(grid, points.mean(axis=1))  # that of the nearest mean of a task
+    ax.pcolormesh(x, y, tints, cmap=ListedColormap(colors), alpha=0.2, rasterized=True)
+    for target, color, task in zip(targets, colors, points):
+        ax.scatter(*task.T, s=4, color=color, alpha=0.5, linewidth=0)
+        density = GaussianKDE(task.T)
+        level = np.quantile(density(task.T), 0.2)
+        heights = density(grid.reshape(-1, 2).T).reshape(150, 150)
         ax.contour(x, y, heights, [level], colors=[color], linewidths=1.2)
-        ax.plot([], [], "o", color=color, label=f"{target:.1f} m/s")
-        if borders:
-            others = np.delete(away, i, axis=-1).min(axis=-1)
-            ax.contour(x, y, away[..., i] - others, [0], colors=[GREY], linewidths=0.6)
+        ax.plot([], [], "-o", color=color, label=f"{target:.1f} m/s")
     ax.set(xticks=[], yticks=[])
-    ax.spines[:].set_visible(False)
 
 
 def draw_latent(agents, options):
     """The paper's view, the plane of largest variance, and the plane that separates best."""
     tokens = meet(agents[0], TARGETS, episodes=2).token[:, :-1]
     memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
-    first, second = memories[:, 20:200], memories[:, 220:400]  # without the first 20 steps
+    first = memories[:, 20:200]  # without the first 20 steps of an episode
+    second = memories[:, 220:400]
     components, shares = pca(np.concatenate(first), 3)
-    points = first @ components.T  # (B, T, 3)
 
-    # A memory of the second episode belongs to the task with the nearest mean.
-    plane = discriminants(first)[:, :2]
-    nearest = distances(second @ plane, first.mean(axis=1) @ plane).argmin(axis=-1)  # (B, T)
-    separated = (nearest == np.arange(len(TARGETS))[:, None]).mean()
-
-    figure = plt.figure(figsize=(WIDTH, 2.9))
+    figure = plt.figure(figsize=(WIDTH, 3.1))
     left = figure.add_subplot(1, 3, 1, projection="3d")
-    middle = figure.add_subplot(1, 3, 2)
-    right = figure.add_subplot(1, 3, 3)
-    for target, task in zip(TARGETS, points):
+    for target, task in zip(TARGETS, first @ components.T):
         left.scatter(*task.T, s=3, color=shade(target, TARGETS), depthshade=False)
     left.set(xticklabels=[], yticklabels=[], zticklabels=[])
-    left.set_title(f"principal components 1 to 3\n({shares.sum():.0%} of the variance)", loc="left")
-    latent(middle, points[..., :2], TARGETS)
-    middle.set_title(f"components 1 and 2\n({shares[:2].sum():.0%} of the variance)")
-    latent(right, first @ plane, TARGETS, borders=True)
-    right.set_title(f"planes fitted to the tasks:\n{separated:.0%} of new memories")
+    for i, axis in enumerate((left.xaxis, left.yaxis, left.zaxis)):
+        axis.set_label_text(f"component {i + 1}", fontsize=8)
+        axis.labelpad = -12
+    title(left, "largest variance", f"in 3-D: {shares.sum():.0%} of the variance")
+
+    views = [("largest variance", "component", components[:2].T)]
+    views += [("best separation", "discriminant", discriminants(first)[:, :2])]
+    for place, (words, axis, plane) in enumerate(views, start=2):
+        ax = figure.add_subplot(1, 3, place)
+        points = first @ plane
+        latent(ax, points, TARGETS)
+        # A new memory, of the second episode, is recognised by the nearest mean of a task.
+        found = nearest(second @ plane, points.mean(axis=1))  # (B, T)
+        share = (found.T == np.arange(len(TARGETS))).mean()
+        title(ax, words, f"{share:.0%} recognised (chance: {1 / len(TARGETS):.0%})")
+        ax.set(xlabel=f"{axis} 1", ylabel=f"{axis} 2")
     return figure
 
 
@@ -631,18 +628,22 @@ def task_distributions(ax, values, targets):
     """Fig. 2: densities of the memories (B, T) of B tasks along a line; neighbours' overlaps."""
     margin = 0.15 * np.ptp(values)
     grid = np.linspace(values.min() - margin, values.max() + margin, 400)
-    densities = [density(row[:, None], grid[:, None]) for row in values]
+    densities = [GaussianKDE(row)(grid) for row in values]
     overlaps = [np.trapezoid(np.minimum(*pair), grid) for pair in itertools.pairwise(densities)]
 
     height = 0.6 * np.max(densities)  # from a ridge to the next
     for i, (y, target) in enumerate(zip(densities, targets)):
-        ridge = ax.fill_between(grid, i * height, i * height + y, alpha=0.85)
-        ridge.set(facecolor=shade(target, targets), edgecolor="white", zorder=3 - 0.1 * i)
-    right = dict(transform=ax.get_yaxis_transform(), ha="right", fontsize=8, color=GREY)
-    for i, overlap in enumerate(overlaps):
-        ax.text(1.0, (i + 0.45) * height, f"{overlap:.0%} shared", **right)
+        base = i * height
+        look = dict(color=shade(target, targets), linewidth=0, zorder=3 - 0.1 * i)
+        ax.fill_between(grid, base, base + y, alpha=0.5, **look)
+        if i < len(overlaps):
+            ax.fill_between(grid, base, base + np.minimum(y, densities[i + 1]), **look)
+            words = f"{overlaps[i]:.0%} shared with {targets[i + 1]:.1f} m/s"
+            end = grid[y > 0.01 * y.max()][-1] + 0.1 * margin
+            ax.text(end, base, words, fontsize=8, color=GREY)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
-    ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2 * margin))
+    ax.set(xticks=[], xlim=(grid[0], grid[-1] + margin), ylabel="density, by target")
+    ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
     ax.spines["left"].set_visible(False)
     ax.grid(False)
     return overlaps
@@ -654,24 +655,29 @@ def draw_task_distributions(agents, options):
     direction, _ = pca(memories.mean(axis=1), 1)
     figure, ax = plt.subplots(figsize=(WIDTH, 2.9))
     overlaps = task_distributions(ax, memories @ direction[0], TARGETS)
-    ax.set_xlabel("memories along the direction between the means of the tasks")
-    low, high = min(overlaps), max(overlaps)
-    figure.suptitle(f"Neighbouring tasks share {low:.0%} to {high:.0%} of their densities")
+    shared = f"{min(overlaps):.0%} to {max(overlaps):.0%}"
+    figure.suptitle(f"Neighbouring tasks share {shared} of their densities (dark areas)")
     return figure
 
 
 def refinement_errors(agent, buffer, train):
-    """Per layer: 1 - cosine similarity to e^L, and the error of regressing the mean action."""
+    """Per layer: 1 - cosine similarity to e^L; share of the actions' variance that is not linear.
+
+    A linear model is fitted to the actions of the first `train` rows and tested on the others.
+    """
     memories, _ = look_inside(agent, buffer)  # (L + 1, R, T, d)
-    action = buffer.action.cpu().numpy()
     unit = memories / np.linalg.norm(memories, axis=-1, keepdims=True)
     representation = 1 - (unit * unit[-1]).sum(axis=-1).mean(axis=(1, 2))
+
+    action = buffer.action.cpu().numpy()
+    known = np.concatenate(action[:train])
+    unknown = np.concatenate(action[train:])
     regression = []
     for e in memories:
         e = np.pad(e, ((0, 0), (0, 0), (0, 1)), constant_values=1.0)  # for the bias
-        x, y = np.concatenate(e[:train]), np.concatenate(action[:train])
-        solution, *_ = np.linalg.lstsq(x, y)
-        regression.append(np.square(e[train:] @ solution - action[train:]).mean())
+        solution, *_ = np.linalg.lstsq(np.concatenate(e[:train]), known)
+        error = np.concatenate(e[train:]) @ solution - unknown
+        regression.append(np.square(error).mean() / unknown.var(axis=0).mean())
     return representation, np.array(regression)
 
 
@@ -679,20 +685,19 @@ def draw_refinement(agents, options):
     """Fig. 7."""
     velocities = np.random.default_rng(trmrl.TEST_SEED).uniform(0, 3, 30)
     errors = [refinement_errors(a, meet(a, velocities, episodes=3), train=20) for a in agents]
-    errors = np.array(errors)  # (agents, 2, L + 1)
-    layers = range(errors.shape[-1])
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5))
-    for i, ax in enumerate(axes):
-        curves = [dict(zip(layers, agent[i])) for agent in errors]
-        draw_curve(ax, curves, None, BLUE, "-", "o")
-        ax.set_xticks(layers, [r"$\phi$", *layers[1:]])
-        ax.set_xlabel("memory after layer")
+    layers = range(len(errors[0][0]))
+    words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.7))
+    for ax, each in zip(axes, zip(*errors)):
+        draw_curve(ax, [dict(zip(layers, error)) for error in each], None, BLUE, "-", "o")
+        ax.set_xticks(layers, [r"none ($\phi$)", *layers[1:]])
+        ax.set_xlabel("layers that refined the memory")
         ax.set_ylim(bottom=0)
-        ax.yaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("1 - cosine similarity\nto the last layer")
-    axes[1].set_ylabel("squared error of a linear\nmodel of the action")
-    words = "n = 1" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
-    axes[1].set_title(words, loc="right", fontsize=8, color=GREY)
+    title(axes[0], "distance to the final memory", words)
+    title(axes[1], "action not explained by the memory", words)
+    axes[0].set_ylabel("1 - cosine similarity")
+    axes[1].set_ylabel("share of its variance")
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1))
     return figure
 
 
@@ -703,46 +708,41 @@ def draw_attention(agents, options):
     _, T, N = weights.shape
     steps = min(T, max(60, 2 * N))
     full = min(T, N) - 1  # from this step on the memory is full
-    shown = 13
-    target = TEST_TARGETS[shown]
-    velocity = buffer.info["x_velocity"][shown, :steps]
-    cells = [["top", "."], ["image", "bars"]]
+    task = 13
+    target = TEST_TARGETS[task]
     ratios = dict(width_ratios=[3, 1], height_ratios=[1, 2])
-    figure, axes = plt.subplot_mosaic(cells, figsize=(WIDTH, 3.2), **ratios)
-    top, image, bars = axes["top"], axes["image"], axes["bars"]
+    figure, ((top, scale), (image, bars)) = plt.subplots(2, 2, figsize=(WIDTH, 3.4), **ratios)
     top.sharex(image)
     bars.sharey(image)
-    top.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
-    top.plot(velocity, color=BLUE)
-    top.margins(y=0.5)
-    top.set(ylabel="velocity\n(m/s)", title=f"{target:.3g} m/s; below: attention (beige: none yet)")
-    reached = settled(velocity, target)
-    words = "not settled"
-    if reached is not None:
-        words = f"settled after {plural(reached, 'step')}"
-        for ax in (top, image):
-            ax.axvline(reached - 0.5, color=RED, linewidth=1.2)
-    top.text(0.99, 0.08, words, transform=top.transAxes, **NOTE)
 
-    picture = image.imshow(weights[shown, :steps].T, aspect="auto", origin="lower", cmap="Greys")
-    picture.set_clim(0, np.nanmax(weights[shown, full:steps]))
+    reached = draw_velocity(top, buffer.info["x_velocity"][task, :steps], target)
+    top.margins(y=0.3)
+    top.tick_params(labelbottom=False)
+    top.set(ylabel="velocity\n(m/s)", title=f"one task: run at {target:.3g} m/s")
+    if reached is not None:
+        image.axvline(reached, color=RED, linewidth=0.8)
+    picture = image.imshow(weights[task, :steps].T, aspect="auto", origin="lower", cmap="Greys")
+    picture.set_clim(0, np.nanmax(weights[task, full:steps]))
     image.set(xlabel="time step of the first episode", ylabel="age of the memory\n(steps)")
     image.set_facecolor("#f3dcc8")  # no memory yet
     image.set_xlim(-0.5, steps - 0.5)
     image.set_yticks(np.arange(0, N, max(1, N // 10)))
     image.grid(False)
+
+    figure.colorbar(picture, cax=scale, orientation="horizontal", extend="max")
+    scale.set_box_aspect(0.12)
+    title(scale, "attention", "beige: no memory yet")
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
-    bars.set(xlabel="attention", title=f"mean of {len(weights)} tasks")
+    bars.axvline(1 / N, color=RED, linewidth=0.8, linestyle="--")
+    bars.set_xlabel("attention")
+    title(bars, f"mean of {len(weights)} tasks", "dashed: equal weights")
     return figure
 
 
 def find_agents(runs, env="halfcheetah_vel", count=1, layers=0):
-    """Up to `count` agents alike, the best trained first; or none, and what is missing.
-
-    Fig. 7 asks for `layers`: it also takes agents of an ablation, and any with several layers.
-    """
+    """Up to `count` agents alike, the best trained first; or none, and what is missing."""
     runs = [run for run in runs if run.env == env and run.agent == "trmrl"]
-    if layers:
+    if layers:  # Fig. 7: best with so many, else with several; also of an ablation
         runs = [run for run in runs if run.settings["layers"] > 1 and run.settings["tfixup"]]
     else:
         runs = [run for run in runs if not run.ablation]
@@ -751,19 +751,18 @@ def find_agents(runs, env="halfcheetah_vel", count=1, layers=0):
         other_layers = layers and run.settings["layers"] != layers
         return not run.finished, other_layers, -run.settings["total_steps"]
 
-    found = []
-    refused = []
+    agents = defaultdict(list)  # by rank
+    refused = ""
     for run in sorted(runs, key=rank):
         try:
-            found.append((rank(run), trmrl.load_agent(run.path)))
+            agent = trmrl.load_agent(run.path)
+            agents[rank(run)].append(agent)
         except trmrl.UserError as error:
-            refused.append(str(error))
-    agents = [agent for kind, agent in found if kind == found[0][0]]
+            refused = refused or f" (refused {run.path}: {error})"
     if agents:
-        return agents[:count], ""
+        return agents[min(agents)][:count], ""
     command = f"python trmrl.py --env {env}" + (f" --layers {layers}" if layers else "")
-    why = f" (refused {plural(len(refused), 'run')}: {refused[0]})" if refused else ""
-    return [], f"needs a trained agent: {command}{why}"
+    return [], f"needs a trained agent: {command}{refused}"
 
 
 def draw_agents(name, draw, runs, options, **wanted):
@@ -781,14 +780,16 @@ def draw_agents(name, draw, runs, options, **wanted):
 
 # ---- 5. Film -------------------------------------------------------------------------------------
 
-FILMS = {  # captions and tasks
+FILMS = {  # captions and tasks; the agent is not told them
     "halfcheetah_vel": {f"hidden target: {v} m/s": v for v in (0.5, 1.5, 2.5)},
     "ant_dir": {"hidden task: run forward": 1.0, "hidden task: run backward": -1.0},
 }
+ARM_FILM = "hidden goal 1 (green)", "hidden goal 2 (green)", "hidden goal 3 (green)"
 
 
 def record(agent, envs, tasks, steps):
     """Play an episode: where all joints are (B, T, nq), and velocity or reward (B, T)."""
+    arms = getattr(envs, "arms", ())
     player = trmrl.Player(agent, len(tasks), steps)
     observation, _ = envs.reset(seed=trmrl.TEST_SEED, options={"tasks": tasks})
     positions = []
@@ -797,10 +798,8 @@ def record(agent, envs, tasks, steps):
         action = player.act(observation, sample=envs.sample_at_test)
         observation, reward, terminated, truncated, info = envs.step(action)
         player.observe(observation, reward, terminated, truncated)
-        if hasattr(envs, "arms"):
-            positions.append([arm.data.qpos.copy() for arm in envs.arms])
-        else:
-            positions.append(envs.physics[:, 1 : 1 + envs.model.nq])
+        qpos = [arm.data.qpos for arm in arms] if arms else envs.physics[:, 1 : 1 + envs.model.nq]
+        positions.append(np.array(qpos))
         values.append(info.get("x_velocity", reward))
     return np.array(positions).swapaxes(0, 1), np.array(values).T
 
@@ -854,7 +853,7 @@ def film(frames, values, captions, ylabel, targets=()):
         top.axis("off")
         bottom.set_xlabel("time step")
         images.append(top.imshow(body[0]))
-        lines += bottom.plot(value, color=BLUE)
+        lines += bottom.plot(value, color=BLUE, linewidth=2)
     axes[1, 0].set_ylabel(ylabel)
 
     pictures = []
@@ -870,33 +869,38 @@ def film(frames, values, captions, ylabel, targets=()):
 
 
 def write_gif(path, pictures):
+    """Few colours make it small; those of the last picture, where the curves are long."""
     from PIL import Image  # comes with Matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)
     images = [Image.fromarray(picture) for picture in pictures]
-    images = [image.quantize(64, dither=Image.Dither.NONE) for image in images]  # to make it small
+    palette = images[-1].quantize(160, method=Image.Quantize.MAXCOVERAGE)
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     images[0].save(path, save_all=True, append_images=images[1:], duration=100, loop=0)
 
 
 def draw_film(runs, options):
-    env = options.env
-    agents, missing = find_agents(runs, env=env)
-    if missing:
-        return missing
-    tasks = FILMS.get(env, {"hidden goal 1": 0, "hidden goal 2": 0, "hidden goal 3": 0})
-    targets = list(tasks.values())
-    envs = trmrl.make_tasks(env, len(tasks), split="test")
-    arms = getattr(envs, "arms", ())
-    hidden = envs.tasks if arms else np.reshape(targets, (-1, 1))
-    positions, values = record(agents[0], envs, hidden, steps=80)
-    models = [arm.model for arm in arms] or [envs.model] * len(tasks)
-    goals = [[arm._target_pos] for arm in arms] or [[]] * len(tasks)
-    frames = photograph(models, positions, goals)
-    ylabel = "reward" if arms else "velocity (m/s)"
-    bands = targets if env == "halfcheetah_vel" else ()
-    path = options.out / f"film_{env}.gif"
-    write_gif(path, film(frames, values, list(tasks), ylabel, bands))
-    report(f"{path}: from 1 run", [agents[0].folder], options)
+    """A film for --env or, without it, for each env that has a trained agent."""
+    filmed = {run.env for run in runs if run.env.startswith((*FILMS, "ml1_"))}
+    for env in [options.env] if options.env else sorted(filmed) or [CROWDED]:
+        agents, missing = find_agents(runs, env=env)
+        if missing:
+            print(f"film: {missing}")
+            continue
+        captions = FILMS.get(env, ARM_FILM)
+        envs = trmrl.make_tasks(env, len(captions), split="test")
+        tasks = envs.tasks if is_arm(env) else np.reshape(list(captions.values()), (-1, 1))
+        positions, values = record(agents[0], envs, tasks, steps=80)
+        arms = getattr(envs, "arms", ())
+        models = [arm.model for arm in arms] or [envs.model] * len(tasks)
+        goals = [[arm._target_pos] for arm in arms] or [[]] * len(tasks)
+        frames = photograph(models, positions, goals)
+
+        ylabel = "reward" if arms else "velocity (m/s)"
+        targets = captions.values() if env == "halfcheetah_vel" else ()
+        path = options.out / f"film_{env}.gif"
+        write_gif(path, film(frames, values, captions, ylabel, targets))
+        report(f"{path}: from 1 run", [agents[0].folder], options)
 
 
 # ---- 6. Benchmark --------------------------------------------------------------------------------
@@ -996,12 +1000,11 @@ def all_works(env, device, **changes):
 
 def draw_benchmark(runs, options):
     """Speeds, a panel for each group; ours in blue, limits and others in grey."""
-    if options.env not in BODIES:
-        raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {options.env}")
-    rows = []
-    for (group, what), speed in rates(all_works(options.env, options.device)).items():
-        rows.append(dict(group=group, what=what, steps_per_second=speed))
-
+    env = options.env or "halfcheetah_vel"
+    if env not in BODIES:
+        raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {env}")
+    speeds = rates(all_works(env, options.device))
+    rows = [dict(group=k[0], what=k[1], steps_per_second=speeds[k]) for k in speeds]
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1], sharex=True)
     for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
         speeds = {row["what"]: row["steps_per_second"] for row in each}
@@ -1013,8 +1016,8 @@ def draw_benchmark(runs, options):
         ax.margins(x=0.15)
         ax.grid(False)
         ax.spines[:].set_visible(False)
-    figure.supxlabel(f"environment steps per second, {ENVS[options.env]}", fontsize=9.5)
-    name = "benchmark" if options.env == "halfcheetah_vel" else f"benchmark_{options.env}"
+    figure.supxlabel(f"environment steps per second, {ENVS[env]}", fontsize=9.5)
+    name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
     save(figure, name, options, [])
     (options.out / f"{name}.csv").write_text(trmrl.csv_text(rows, header=True))
 
@@ -1159,14 +1162,12 @@ def make_table(name, groups, runs, folder, options):
     if (folder / f"{name}.csv").exists():
         return markdown(read_csv(folder / f"{name}.csv"))
     known = ["summary", "classes", *groups, *(f"ablation_{which}" for which in ABLATIONS)]
-    known += [path.stem for path in folder.glob("*.csv")]
-    raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}")
+    raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}, and csv files")
 
 
 def write_tables(runs, options):
     folder = Path(options.runs or "results")
-    ours = [run for run in runs if not run.ablation]
-    groups = group_runs(ours, agent_of, options)
+    groups = group_runs([r for r in runs if not r.ablation], attrgetter("agent"), options)
 
     def fill(found):
         table = make_table(found[2], groups, runs, folder, options)
@@ -1181,13 +1182,12 @@ def write_tables(runs, options):
 
 # ---- 8. Command line -----------------------------------------------------------------------------
 
-FIG_4 = learning_curve, meta_training, "episode 1", LABELLED
-FIG_5 = episode_curve, adaptation, "test tasks", AGENTS
-FIG_6 = partial(episode_curve, split="ood"), adaptation, "out of distribution", AGENTS
+FIG_4 = dict(read=learning_curve, plot=meta_training, which=", episode 1", looks=LABELLED)
+FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=", 3 to 4 m/s")
 FIGURES = {
-    "meta_training": partial(draw_learning, "meta_training", *FIG_4),
-    "fast_adaptation": partial(draw_learning, "fast_adaptation", *FIG_5),
-    "ood": partial(draw_learning, "ood", *FIG_6),
+    "meta_training": partial(draw_runs, "meta_training", **FIG_4),
+    "fast_adaptation": partial(draw_runs, "fast_adaptation", read=episode_curve, plot=adaptation),
+    "ood": partial(draw_runs, "ood", **FIG_6),
     "refinement": partial(draw_agents, "refinement", draw_refinement, count=3, layers=4),
     "latent": partial(draw_agents, "latent", draw_latent),
     "online_adaptation": partial(draw_agents, "online_adaptation", draw_online_adaptation),
@@ -1209,7 +1209,7 @@ def parse(argv):
     add("--pdf", action="store_true", help="also write a PDF of each picture")
     add("--verbose", action="store_true", help="list the runs of each figure and those left out")
     add("--compare", metavar="RUN", type=Path, help="draw this run over ours")
-    add("--env", default="halfcheetah_vel", help="of film and benchmark (default: halfcheetah_vel)")
+    add("--env", help="of film (default: all) and benchmark (default: halfcheetah_vel)")
     add("--device", default="auto", help="of benchmark and scaling (default: auto)")
     options = parser.parse_args(argv)
     for name in options.figures:

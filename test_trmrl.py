@@ -1868,8 +1868,11 @@ def test_a_learning_curve_is_the_mean_over_the_test_tasks(tmp_path):
     rows = meta_tests(-50, episodes=(1, 3)) + meta_tests(-900, split="ood")
     run = plots.read_run(pretend(tmp_path / "a", rows))
     assert plots.learning_curve(run) == pytest.approx({100: -49.4, 200: -39.4})
-    assert plots.episode_curve(run) == pytest.approx({1: -39.4, 3: -39.2})
-    assert plots.episode_curve(run, "ood") == {}  # a single episode shows no adaptation
+    assert plots.episode_curve(run) == {}  # two episodes show no adaptation
+    rows += meta_tests(-50, episodes=(2,))
+    longer = plots.read_run(pretend(tmp_path / "longer", rows))
+    assert plots.episode_curve(longer) == pytest.approx({1: -39.4, 2: -39.3, 3: -39.2})
+    assert plots.episode_curve(longer, "ood") == {}
     pearl = plots.read_run(pretend(tmp_path / "b", rows, agent="pearl"))  # by its third episode
     assert plots.learning_curve(pearl) == pytest.approx({100: -49.2, 200: -39.2})
 
@@ -1879,11 +1882,12 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     mean = [(100, "test", i, 1, 900.0, 0, "mean") for i in range(4)]
     run = plots.read_run(pretend(tmp_path / "new", mean + sampled, env="ml1_reach"))
     assert plots.learning_curve(run) == {100: 0.5}
-    assert plots.panel_title("ml1_reach", {"trmrl": [run]}) == "ML1-Reach\nn = 1"
+    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "n = 1 seed"
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
     both = {"trmrl": [old, old], "rl2": [old], "yours": [run]}
-    assert plots.panel_title("ml1_reach", both) == "ML1-Reach\n2 seeds, thin: n = 1, mean actions"
+    note = "n = 2 seeds, thin lines: n = 1, mean actions"
+    assert plots.panel_note("ml1_reach", both) == note
 
 
 def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
@@ -1936,6 +1940,33 @@ def test_a_run_is_compared_with_ours_at_the_same_step(tmp_path, capsys, value, p
     drawn, verdict = capsys.readouterr().out.splitlines()
     assert drawn.endswith("from 3 runs")
     assert verdict == f"after 0.00 M steps: return {value}, ours -44.4 to -34.4: {place}"
+
+
+def test_a_close_up_shows_the_best_curves_and_only_if_there_are_several():
+    best = [{0: -300, 50: -40, 100: -20}, {0: -300, 50: -50, 100: -30}]
+    curves = {"trmrl": best, "rl2": [{0: -300, 100: -200}]}
+    assert plots.best_range(curves) == pytest.approx((-53, -17))  # -50 to -20, and a margin
+    assert plots.best_range({"trmrl": best[:1], "rl2": curves["rl2"]}) is None
+
+    _, axes = plots.env_panels(["ml1_reach", "halfcheetah_vel", "ml1_push"], close_up=(-53, -17))
+    assert list(axes) == ["halfcheetah_vel", "close-up", "ml1_reach", "ml1_push"]
+    left = [ax.get_position().x0 for ax in axes.values()]
+    assert left[0] == left[2] < left[1] == left[3]  # two rows, no empty panel
+
+
+def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_the_line():
+    looks = plots.ablation_looks("tfixup", [(2, False), (2, True), (12, False), (12, True)])
+    lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
+    assert lightness[2, True] == lightness[2, False] < lightness[12, True]
+    assert [look[2] for look in looks.values()] == ["--", "-", "--", "-"]
+
+
+def test_tfixup_is_compared_at_depths_that_were_also_trained_without_it(tmp_path):
+    folder = tmp_path / "ablations" / "tfixup"
+    for name, layers, tfixup in (("a", 1, True), ("b", 2, True), ("c", 2, False)):
+        pretend(folder / name, meta_tests(-50), layers=layers, tfixup=tfixup)
+    found = plots.ablation_runs("tfixup", plots.find_runs([tmp_path]))
+    assert [run.path.name for run in found] == ["b", "c"]
 
 
 # Inside an agent.
@@ -2006,7 +2037,7 @@ def test_projections_are_principal_components_and_the_discriminant_of_fisher():
 def test_densities_are_those_of_normal_distributions_and_so_is_their_overlap():
     rng, grid = np.random.default_rng(0), np.linspace(-6, 9, 1000)
     values = np.stack([rng.normal(size=4000), rng.normal(loc=2.0, size=4000)])
-    estimate = plots.density(values[0][:, None], grid[:, None])
+    estimate = plots.GaussianKDE(values[0])(grid)
     spread = 1 + 4000**-0.4  # the kernel widens the distribution
     exact = np.exp(-(grid**2) / (2 * spread)) / math.sqrt(2 * math.pi * spread)
     assert np.trapezoid(estimate, grid) == pytest.approx(1.0, abs=1e-6)
@@ -2059,7 +2090,7 @@ def test_without_agents_or_runs_each_figure_says_what_to_type(tmp_path, capsys):
     bad = pretend(tmp_path / "bad" / "a", meta_tests(-50))
     (bad / "agent.pt").write_bytes(b"no agent")
     assert draw("latent", "--runs", tmp_path / "bad") == 0
-    needed = "latent: needs a trained agent: python trmrl.py --env halfcheetah_vel (refused 1 run: "
+    needed = "latent: needs a trained agent: python trmrl.py --env halfcheetah_vel (refused "
     assert capsys.readouterr().out.startswith(needed)
     (tmp_path / "none").mkdir()
     names = [*plots.FIGURES, "film"]
@@ -2106,7 +2137,7 @@ def test_the_film_shows_the_bodies_where_they_were(weak_runs, tmp_path, monkeypa
 
     monkeypatch.setattr(trmrl.MujocoFamily, "advance", spy)
     monkeypatch.setattr(plots, "photograph", paint)
-    assert draw("film", "--env", "ant_dir", "--runs", weak_runs, "--out", tmp_path) == 0
+    assert draw("film", "--runs", weak_runs / "ant_dir", "--out", tmp_path) == 0
     assert np.array_equal(shown[0], np.stack(states, axis=1)) and len(shown[0]) == 2
     assert (tmp_path / "film_ant_dir.gif").read_bytes()[:3] == b"GIF"
 
