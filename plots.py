@@ -300,8 +300,8 @@ def draw_references(ax, references):
         look = NOTE | dict(color=GREY, fontsize=8, va=side, zorder=2)
         ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
     lowest = min(references, default=0)
-    if lowest < 0 and highest > lowest:
-        ax.set_ylim(bottom=1.15 * lowest)
+    if lowest < 0 and highest > 1.1 * lowest:
+        ax.set_ylim(1.15 * lowest, max(ax.get_ylim()[1], 0.85 * lowest))
 
 
 def best_range(curves):
@@ -722,7 +722,7 @@ def draw_attention(agents, options):
     if reached is not None:
         image.axvline(reached, color=RED, linewidth=0.8)
     picture = image.imshow(weights[task, :steps].T, aspect="auto", origin="lower", cmap="Greys")
-    picture.set_clim(0, np.nanmax(weights[task, full:steps]))
+    picture.set_clim(0, max(2 / N, np.nanmax(weights[task, full:steps])))
     image.set(xlabel="time step of the first episode", ylabel="age of the memory\n(steps)")
     image.set_facecolor("#f3dcc8")  # no memory yet
     image.set_xlim(-0.5, steps - 0.5)
