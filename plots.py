@@ -758,7 +758,7 @@ def find_agents(runs, env="halfcheetah_vel", count=1, layers=0):
             agent = trmrl.load_agent(run.path)
             agents[rank(run)].append(agent)
         except trmrl.UserError as error:
-            refused = refused or f" (refused {run.path}: {error})"
+            refused = refused or f" (refused: {error})"
     if agents:
         return agents[min(agents)][:count], ""
     command = f"python trmrl.py --env {env}" + (f" --layers {layers}" if layers else "")

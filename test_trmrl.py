@@ -1954,6 +1954,19 @@ def test_a_close_up_shows_the_best_curves_and_only_if_there_are_several():
     assert left[0] == left[2] < left[1] == left[3]  # two rows, no empty panel
 
 
+@pytest.mark.parametrize(
+    "values, low, high",
+    [((-900, -20), -345, -20), ((-480, -470), -480, -150), ((-300,), -345, -150)],
+)
+def test_a_collapse_does_not_squeeze_the_curves_and_weak_agents_stay_in_view(values, low, high):
+    ax = plots.plt.figure().add_subplot()
+    ax.plot(values, "o")
+    plots.draw_references(ax, plots.REFERENCES["halfcheetah_vel"])
+    bottom, top = ax.get_ylim()
+    assert bottom == pytest.approx(low, abs=20) and top == pytest.approx(high, abs=50)
+    assert bottom < max(values) < top
+
+
 def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_the_line():
     looks = plots.ablation_looks("tfixup", [(2, False), (2, True), (12, False), (12, True)])
     lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
@@ -2090,7 +2103,7 @@ def test_without_agents_or_runs_each_figure_says_what_to_type(tmp_path, capsys):
     bad = pretend(tmp_path / "bad" / "a", meta_tests(-50))
     (bad / "agent.pt").write_bytes(b"no agent")
     assert draw("latent", "--runs", tmp_path / "bad") == 0
-    needed = "latent: needs a trained agent: python trmrl.py --env halfcheetah_vel (refused "
+    needed = "latent: needs a trained agent: python trmrl.py --env halfcheetah_vel (refused: "
     assert capsys.readouterr().out.startswith(needed)
     (tmp_path / "none").mkdir()
     names = [*plots.FIGURES, "film"]
