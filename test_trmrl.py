@@ -1349,7 +1349,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_can_continue(points_run, tmp_
             line = one_line(cli(*flags(run_dir=folder)), status=1)
         finally:
             resource.setrlimit(limit, (soft, hard))
-    assert f"cannot write {folder} (" in line
+    assert "File too large" in line
     assert f"continue with: python trmrl.py --resume {folder}" in line
     # No file is ahead of the checkpoint.
     assert saved_iteration(folder) == len(csv_rows(folder / "progress.csv")) == 2
@@ -1440,7 +1440,7 @@ def test_a_nan_ends_a_run_with_advice_and_keeps_the_last_checkpoint(source, tmp_
 
     monkeypatch.setattr(owner, source, poisoned)
     before_third_save(monkeypatch, lambda: factor.append(factor.pop() * math.nan))
-    line = one_line(cli(*flags(run_dir=tmp_path / "run")), status=1)
+    line = one_line(cli(*flags(run_dir=tmp_path / "run")), status=2)
     assert "not finite" in line and "lower --lr" in line
     assert saved_iteration(tmp_path / "run") == len(csv_rows(tmp_path / "run/progress.csv")) == 3
     weights = trmrl.load_agent(tmp_path / "run").state_dict().values()
@@ -1455,28 +1455,6 @@ def test_too_little_memory_is_one_line_but_a_bug_has_a_traceback(tmp_path, monke
     monkeypatch.setattr(trmrl, "train_iteration", Mock(side_effect=bug))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         cli(*flags(run_dir=tmp_path / "bug"))
-
-
-def test_threads_serve_physics_and_learning_but_not_acting(tmp_path):
-    """The physics of a body has as many threads as PyTorch: see section 2."""
-    counts = collections.defaultdict(set)
-
-    class Counting(trmrl.TrMRL):
-        def act(self, buffer, t, sample):
-            counts["act"].add(torch.get_num_threads())
-            return super().act(buffer, t, sample)
-
-        def update(self, *args):
-            counts["update"].add(torch.get_num_threads())
-            return super().update(*args)
-
-    config = trmrl.Config(**SMALL_RUN, threads=2, run_dir=str(tmp_path / "run"))
-    agent = trmrl.train(config, make_any, Counting)
-    assert counts == {"act": {1}, "update": {2}}
-    agent.act = Mock(side_effect=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trmrl.meta_test(agent, ShortPoints(1))
-    assert torch.get_num_threads() == 2, "an exception changes the number of threads"
 
 
 def test_import_does_nothing_and_is_cheap():
@@ -1523,10 +1501,12 @@ def test_any_config_trains_or_is_refused(tmp_path):
             assert len(csv_rows(tmp_path / str(i) / "progress.csv")) == 2
             outcomes.append((possible, "trained"))
         except trmrl.UserError as error:
-            assert "\n" not in str(error) and not (tmp_path / str(i)).exists()
+            assert "\n" not in str(error)
+            if "not finite" in str(error):  # it diverged
+                assert possible and picks["lr"] == 0.5
+                continue
+            assert not (tmp_path / str(i)).exists()
             outcomes.append((possible, "refused"))
-        except trmrl.RunError:  # it diverged
-            assert possible and picks["lr"] == 0.5
     assert set(outcomes) == {(True, "trained"), (False, "refused")}
     assert 4 < sum(possible for possible, _ in outcomes) < 26
 

@@ -32,21 +32,16 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
     10. Runs                starting, saving, resuming; several processes
     11. Command line        flags, and errors that fit on one line
 
-By default every episode begins with an empty memory, as in Algorithm 1, so the E episodes of a
-trial are independent. With --keep-memory it is not cleared between them, as "Meta-Training" of Sec.
-5.1 suggests; the agent still sees only the last N steps. Other differences from the paper are noted
-where they occur; docs/differences.md lists all.
-
-Letters: a buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory
-slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task and
-a memory.
+Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: a
+buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory slots, L
+layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task, a memory.
 """
 
 import argparse
 import atexit
-import contextlib
 import difflib
 import functools
+import io
 import json
 import math
 import os
@@ -75,42 +70,38 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
+class UserError(Exception):
+    """An error the user can fix; the command line prints it as one line."""
+
+
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
 # Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
-
+#
 # The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
 # The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
 # N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
+
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-METAWORLD = dict(
-    episodes_per_trial=1,
-    memory_length=40,
-    layers=1,
-    init_std=0.7,
-    gamma=0.98,
-    gae_lambda=0.95,
-    lr=3e-4,
-)
+METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
+METAWORLD |= dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
     "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
     "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
+# Fields that a baseline with another memory than the transformer does not use.
+MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
 
 
 def setting(group, default, help, low=0, high=10**9):
     """A field of Config: its group in --help, its default, its meaning and its bounds."""
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
-
-
-# Fields that a baseline with another memory than the transformer does not use.
-MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
 
 
 @dataclass
@@ -127,9 +118,7 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting(
-        "training", None, "E, episodes per trial; a fall adds another", low=1
-    )
+    episodes_per_trial: int = setting("training", None, "E; a fall adds another episode", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -138,14 +127,10 @@ class Config:
     heads: int = setting("agent", 4, "attention heads per layer", low=1)
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
     tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
-    keep_memory: bool = setting(
-        "agent", False, "keep memories across the episodes of a trial; E > 1"
-    )
+    keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-    gamma: float = setting(
-        "PPO", None, "discount factor, below 1: rewards are scaled by 1 - gamma", high=0.9999
-    )
+    gamma: float = setting("PPO", None, "discount; rewards are scaled by 1 - gamma", high=0.9999)
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
@@ -181,16 +166,15 @@ class Config:
 class TaskFamily(VectorEnv):
     """A batch of environments, one for each of `tasks` (num_envs, k).
 
-    To add a family, subclass it and define:
+    To add a family, subclass it and define the following. Set what sample_tasks and fixed_tasks
+    need before super().__init__, which calls one of them. Then pass train a function like
+    make_tasks below.
 
         sample_tasks(rng, n)   n random training tasks, (n, k)
         fixed_tasks(split, n)  n tasks of another split, (n, k)
         begin(mask)            start an episode where the mask is true; draw from self.np_random
         advance(actions)       one step, actions in [-1, 1]; returns reward, terminated, info
         observation()          what the agent sees, (num_envs, state_size)
-
-    __init__ calls one of the first two: set what they need before super().__init__. Then pass train
-    a function like make_tasks below.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -209,8 +193,7 @@ class TaskFamily(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_tasks)
         self.action_space = batch_space(self.single_action_space, num_tasks)
         self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
-        if split == "train":
-            # For other callers: training draws new ones in every iteration.
+        if split == "train":  # meta-training draws new tasks in every iteration
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
         else:
             self.tasks = self.fixed_tasks(split, num_tasks)
@@ -312,10 +295,7 @@ class HalfCheetahVel(MujocoFamily):
 
 
 class AntDir(MujocoFamily):
-    """Run forward (+1) or backward (-1) without falling.
-
-    There are only two tasks. A meta-test repeats them from different initial states.
-    """
+    """Run forward (+1) or backward (-1) without falling. A meta-test repeats these two tasks."""
 
     xml = "ant.xml"
     hidden_qpos = 2
@@ -337,28 +317,20 @@ class AntDir(MujocoFamily):
 
 @functools.cache
 def metaworld_goals(env):
-    """MetaWorld's own goals: the names of the classes, training goals and test goals.
+    """The names of the classes of MetaWorld's benchmark, its training goals and its test goals.
 
-    The benchmark draws them with seed 0, so they are the same in every run. Goals are (classes, 50,
-    7): the number of the class, then MetaWorld's rand_vec, which holds the position of the goal and
-    often that of the object, padded with zeros.
+    Goals are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
+    position of the goal and often that of the object, padded with zeros.
     """
     import metaworld  # takes a second
 
-    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"  # ml1_push: push-v3 (the paper: v2)
     if env == "ml45_train":
-        benchmark = metaworld.ML45(seed=0)
+        benchmark = metaworld.ML45(seed=0)  # the seed fixes the goals
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
-    elif name in metaworld.ALL_V3_ENVIRONMENTS:
-        benchmark = metaworld.ML1(name, seed=0)
-        splits = (benchmark.train_tasks, benchmark.test_tasks)
     else:
-        names = [
-            "ml1_" + known.removesuffix("-v3").replace("-", "_")
-            for known in metaworld.ALL_V3_ENVIRONMENTS
-        ]
-        raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
-
+        name = env.removeprefix("ml1_").replace("_", "-")
+        benchmark = metaworld.ML1(f"{name}-v3", seed=0)  # the paper used v2
+        splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
     goals = np.zeros((2, len(classes), 50, 7))
     for split, tasks in enumerate(splits):
@@ -395,10 +367,10 @@ class MetaWorldFamily(TaskFamily):
 
     def goals_in_turn(self, goals, n):
         """The first goal of each class in turn, then the second, until there are n."""
-        if n % len(self.classes):
-            classes = len(self.classes)
+        classes = len(self.classes)
+        if n % classes:
             raise UserError(f"{n} tasks (per process) are not a multiple of the {classes} classes")
-        turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
+        turn, class_id = divmod(np.arange(n), classes)  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
     def begin(self, mask):
@@ -441,9 +413,14 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
     """Environments of `num_tasks` tasks: drawn by `seed` (train) or fixed (test, ood)."""
     if env in FAMILIES:
         return FAMILIES[env](num_tasks, seed, split)
-    if env == "ml45_train" or env.startswith("ml1_"):
+    import metaworld
+
+    arms = [name.removesuffix("-v3").replace("-", "_") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    names = ["ml45_train", *(f"ml1_{arm}" for arm in arms)]
+    if env in names:
         return MetaWorldFamily(env, num_tasks, seed, split)
-    raise UserError(f"unknown env {env!r}{did_you_mean(env, ENVS)}; there are: {', '.join(ENVS)}")
+    hint = did_you_mean(env, [*FAMILIES, *names])
+    raise UserError(f"unknown env {env!r}{hint}; there are {', '.join(ENVS)}: {', '.join(arms)}")
 
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
@@ -651,8 +628,12 @@ class Transformer(nn.Module):
 
 
 def sum_over_processes(x):
+    """Replace x by its sum over all processes."""
     if WORLD_SIZE > 1:
-        dist.all_reduce(x)
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:  # another process has died
+            raise ConnectionError(f"process {RANK} lost the others ({one_line(error)})") from None
     return x
 
 
@@ -843,9 +824,8 @@ class Player:
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
         buffer.reward[:, t] = buffer.tensor(reward)
         buffer.terminated[:, t] = buffer.tensor(terminated)
-        buffer.write_state(
-            t + 1, observation, self.agent.normalizer
-        )  # after a reset act replaces it
+        # Where the environment is reset, `act` replaces this state by the first of the new episode.
+        buffer.write_state(t + 1, observation, self.agent.normalizer)
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
         # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
@@ -865,18 +845,6 @@ class Player:
         self.t += 1
 
 
-@contextlib.contextmanager
-def one_thread():
-    """The policy is too small for several threads: they would compete with those of the physics."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def collect(agent, envs, tasks, steps, sample, seed):
     """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Buffer."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
@@ -1031,32 +999,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return run_iterations(Run(folder, config, make_tasks, agent_class))
-
-
-def run_iterations(run):
-    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
-    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-    try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-            print(where, flush=True)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            train_iteration(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.hint}", file=sys.stderr)
-        raise
-    except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo has no error class
-        if not lost:
-            raise
-        reason = f"process {RANK} lost the others ({one_line(error)})"
-        raise RunError(f"{reason}; {run.hint}") from None
-    return run.agent
+    return Run(folder, config, make_tasks, agent_class).iterate()
 
 
 def train_iteration(run):
@@ -1081,7 +1024,7 @@ def train_iteration(run):
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise RunError("a loss or a gradient is not finite; start a new run with a lower --lr")
+        raise UserError("a loss or a gradient is not finite; start a new run with a lower --lr")
     speed = run.steps_per_iteration / (time.monotonic() - began)
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
@@ -1110,17 +1053,16 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    scored_episode = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, scored_episode) if run.finished else scored_episode
+    agent, scored = run.agent, run.agent.test_episodes
+    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
     for split, envs in run.test_envs.items():
-        returns, success = meta_test(run.agent, envs, episodes)
-        rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
+        returns, success = meta_test(agent, envs, episodes)
+        run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
         if run.finished and envs.sample_at_test:
-            result = meta_test(run.agent, envs, episodes, sample=False)
-            rows += eval_rows(run.agent, split, False, *result)
-        run.add_rows("eval.csv", rows)
+            result = meta_test(agent, envs, episodes, sample=False)
+            run.add_rows("eval.csv", eval_rows(agent, split, False, *result))
         if split == "test":
-            run.test_score = score(returns[:, scored_episode - 1], success[:, scored_episode - 1])
+            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
             run.test_table = table(returns, success, envs)
 
 
@@ -1145,13 +1087,9 @@ class Run:
         device = pick_device(config.device)
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
-        if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-            raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE} processes")
 
-        num_tasks = config.num_tasks // WORLD_SIZE
-        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # ML45 refuses a number of tasks that is no multiple of 45: now, not in the first iteration.
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
+        rows = config.num_tasks // WORLD_SIZE * config.rows_per_task
+        self.envs = make_tasks(config.env, rows, config.seed, "train")
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1166,10 +1104,6 @@ class Run:
         self.agent.to(device)
         self.optimizer = torch.optim.Adam(self.agent.parameter_groups(), eps=1e-5, fused=True)
         self.folder = self.agent.folder = Path(folder)
-        command = agent_class.command
-        if WORLD_SIZE > 1:
-            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
-        self.hint = f"continue with: {command} --resume {folder}"
         self.iteration = 0
         self.seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # their texts
@@ -1182,6 +1116,31 @@ class Run:
 
     def add_rows(self, name, rows):
         self.csv[name] += csv_text(rows, header=not self.csv[name])
+
+    def iterate(self):
+        """Train until the run is finished; if it is interrupted, say how to continue it."""
+        config, steps = self.agent.config, self.total_iterations * self.steps_per_iteration
+        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+        command = self.agent.command
+        if WORLD_SIZE > 1:
+            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
+        hint = f"continue with: {command} --resume {self.folder}"
+        try:
+            if RANK == 0:
+                title = f"{self.agent.name} on {config.env}"
+                print(f"{title}: {steps:,} steps{rounded} into {self.folder}")
+                where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+                print(where, flush=True)
+                self.save()  # creates the folder, or brings all files back to the checkpoint
+            while not self.finished:
+                train_iteration(self)
+        except KeyboardInterrupt:
+            if RANK == 0:
+                print(f"\nstopped; {hint}", file=sys.stderr)
+            raise
+        except OSError as error:  # the disk is full, or another process has died
+            raise OSError(f"{one_line(error)}; {hint}") from None
+        return self.agent
 
     def save(self):
         """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
@@ -1197,34 +1156,28 @@ class Run:
         checkpoint = agent | progress | {"optimizer": self.optimizer.state_dict()}
         files = {"checkpoint.pt": checkpoint, "agent.pt": agent}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                temporary = self.folder / f"{name}.part"
-                if isinstance(content, str):
-                    temporary.write_text(content)
-                else:
-                    torch.save(content, temporary)
-                os.replace(temporary, self.folder / name)
-        except (OSError, RuntimeError) as error:
-            raise RunError(f"cannot write {self.folder} ({one_line(error)}); {self.hint}") from None
-
-    def restore(self, saved):
-        """Continue from the content of a checkpoint."""
-        self.agent.load_state_dict(saved["weights"])
-        self.agent.trained_steps = saved["step"]
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for name in self.saved_names:
-            setattr(self, name, saved[name])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if not isinstance(content, str):
+                file = io.BytesIO()
+                torch.save(content, file)
+            data = content.encode() if isinstance(content, str) else file.getvalue()
+            temporary = self.folder / f"{name}.part"
+            temporary.write_bytes(data)
+            os.replace(temporary, self.folder / name)
 
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes`: another device or number of threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.restore(saved)
+    run.agent.load_state_dict(saved["weights"])
+    run.agent.trained_steps = saved["step"]
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for name in run.saved_names:
+        setattr(run, name, saved[name])
     if not run.finished:
-        return run_iterations(run)
+        return run.iterate()
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1266,10 +1219,6 @@ def load_agent(path, device="cpu", agent_class=TrMRL):
     path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
     _, agent = load_file(path, agent_class)
     return agent.to(pick_device(device)).requires_grad_(False)
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def score(returns, success):
@@ -1352,12 +1301,8 @@ def pick_device(name):
 # ---- 11. Command line ----------------------------------------------------------------------------
 
 
-class UserError(Exception):
-    """An error the user can fix: printed as one line, exit status 2."""
-
-
-class RunError(Exception):
-    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
+def one_line(error):
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def did_you_mean(typed, names):
@@ -1382,6 +1327,8 @@ def check_config(config):
         raise UserError("--keep-memory needs --episodes-per-trial 2 or more")
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
+    if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
+        raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE} processes")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1470,11 +1417,11 @@ def eval_command(path, typed, make_tasks, agent_class):
     torch.set_num_threads(config.threads or os.cpu_count())
     envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
     sample = "sample" in typed or (envs.sample_at_test and "mean" not in typed)
-    result = meta_test(agent, envs, episodes, sample)
-    rows = eval_rows(agent, split, sample, *result)
+    returns, success = meta_test(agent, envs, episodes, sample)
+    rows = eval_rows(agent, split, sample, returns, success)
     title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
     print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
-    print(table(*result, envs))
+    print(table(returns, success, envs))
     if "csv" in typed:
         Path(typed["csv"]).write_text(csv_text(rows, header=True))
 
@@ -1482,6 +1429,7 @@ def eval_command(path, typed, make_tasks, agent_class):
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
+    program = agent_class.command.split()[-1]
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
         if "eval" in typed and WORLD_SIZE > 1:
@@ -1494,11 +1442,13 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
             train(agent_class.Config(**typed), make_tasks, agent_class)
     except KeyboardInterrupt:
         return 130
-    except (UserError, RunError, OSError, torch.OutOfMemoryError) as error:
-        message = str(error) if isinstance(error, (UserError, RunError)) else one_line(error)
-        if RANK == 0 or not isinstance(error, UserError):
-            print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        if RANK == 0:
+            print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except (OSError, torch.OutOfMemoryError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

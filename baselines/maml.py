@@ -301,7 +301,7 @@ def trpo_step(objective, kl, theta, max_kl):
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
-        raise trmrl.RunError("the gradient is not finite; start a new run with a lower --inner-lr")
+        raise trmrl.UserError("the gradient is not finite; start a new run with a lower --inner-lr")
     _, hessian_product = vjp(grad(kl), theta)
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g

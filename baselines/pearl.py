@@ -293,7 +293,7 @@ class Replay:
     def check_file(self):
         size = self.path.stat().st_size if self.path and self.path.is_file() else 0
         if self.path and size < self.iterations * self.bytes_per_iteration:
-            raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
+            raise trmrl.UserError(f"{self.path} has lost trials; start a new run")
 
     def append(self, trials):
         """Add the trials of an iteration, (R, T + 1, width)."""
