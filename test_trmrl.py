@@ -1655,7 +1655,7 @@ ANSWERS = {
     "--env walker": "halfcheetah_vel, ant_dir, ml1_reach",
     "--env halfcheeta_vel": "did you mean halfcheetah_vel?",
     "--env ml1_pusj": "did you mean ml1_push?",
-    "--env ml1_zzz": "known: ml1_assembly, ml1_basketball",
+    "--env ml1_zzz": "ml1_assembly, ml1_basketball",
     "--memroy-length 3": "did you mean --memory-length?",
     "halfcheetah_vel": "see --help",
     "--minibatch 999999": "exceeds the 8000 steps of a batch",

@@ -118,7 +118,7 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting("training", None, "E; a fall adds another episode", low=1)
+    episodes_per_trial: int = setting("training", None, "E; after a fall another one begins", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -419,8 +419,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
     names = ["ml45_train", *(f"ml1_{arm}" for arm in arms)]
     if env in names:
         return MetaWorldFamily(env, num_tasks, seed, split)
-    hint = did_you_mean(env, [*FAMILIES, *names])
-    raise UserError(f"unknown env {env!r}{hint}; there are {', '.join(ENVS)}: {', '.join(arms)}")
+    names = [*FAMILIES, *names]
+    raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
 
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
@@ -436,8 +436,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. A fall ends an episode early; the next one then begins at once, in the same row, which may
-# then end in the middle of an episode. What an ending does:
+# row. Where an episode ends early (we call it a fall), the next one begins at once, in the same
+# row, which may then end in the middle of an episode. What an ending does:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -467,10 +467,9 @@ class Buffer:
         self.eta = self.token[:, :T, -1]
         self.memory_start = zeros(R, T + 1, dtype=torch.long)  # where the memory of a step begins
         self.observation = zeros(R, T + 1, S)  # the state before it is normalised
-        self.stored = {}  # what baselines remember instead, such as a recurrent state
 
-        # Actions and predictions. Noise is drawn in advance: an agent that is asked twice gives the
-        # same answer twice.
+        # Actions and predictions. Noise is drawn in advance, so that asking an agent twice for the
+        # same step, as a user's own loop may do, gives the same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
@@ -481,8 +480,12 @@ class Buffer:
         self.ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # there: value of the state that follows, 0 after a fall
 
-        self.task = None  # (R, k), for a baseline that is told the task
-        self.info = {}  # arrays (R, T): success, x_velocity, diverged
+        # For analysis: arrays (R, T) such as success, x_velocity and diverged.
+        self.info = {}
+
+        # For baselines: the task (R, k), and what they remember instead, such as a recurrent state.
+        self.task = None
+        self.stored = {}
 
     def tensor(self, x):
         return torch.as_tensor(x).to(self.token.device)
@@ -501,19 +504,18 @@ class Buffer:
         success = self.info.get("success", np.full(reward.shape, np.nan))
         done = self.eta.cpu().numpy() > 0
         episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        row, step = np.nonzero(episode < episodes)
-
-        returns, successes = np.zeros((2, len(reward), episodes))
-        np.add.at(returns, (row, episode[row, step]), reward[row, step])
-        np.maximum.at(successes, (row, episode[row, step]), success[row, step])
-        return returns, successes
+        returns, successes = [], []
+        for i in range(episodes):
+            returns.append(np.where(episode == i, reward, 0.0).sum(axis=1))
+            successes.append(np.where(episode == i, success, 0.0).max(axis=1))
+        return np.stack(returns, axis=1), np.stack(successes, axis=1)
 
 
 def window(buffer, row, t, N):
     """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
-    Algorithm 1 pads on the left, does not mask the padding, and reads the last slot. We fill the
+    Algorithm 1 pads on the left, has no mask for the padding, and reads the last slot. We fill the
     first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
     after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
     for an empty slot:
@@ -577,7 +579,7 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
     def forward(self, x, e, visible):
-        """Refine x (M, n, d), all memories or the current one, by attending to e (M, N, d)."""
+        """Refine the queries x (M, n, d), all memories or the current one; keys are e (M, N, d)."""
         q, k, v = self.query(x), self.key(e), self.value(e)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
@@ -764,7 +766,8 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        if config.tfixup:  # Sec. 3.3: std d^(-1/2). The other factor is in the T-Fixup paper only.
+        # Sec. 3.3: N(0, d^(-1/2)), read as a std. The other factor is in the T-Fixup paper only.
+        if config.tfixup:
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -924,19 +927,14 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     return policy_loss + 0.5 * value_loss, metrics
 
 
-def average_gradients(agent):
-    """Replace each gradient by its mean across all processes, in one message."""
-    if WORLD_SIZE > 1:
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
-
-
 def gradient_step(agent, optimizer, loss):
     """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
     loss.backward()
-    average_gradients(agent)
+    if WORLD_SIZE > 1:  # average the gradients over all processes, in one message
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
     norm = nn.utils.clip_grad_norm_(agent.parameters(), agent.config.max_grad_norm)
     optimizer.step()
     return norm
@@ -999,7 +997,28 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return Run(folder, config, make_tasks, agent_class).iterate()
+    return iterate(Run(folder, config, make_tasks, agent_class))
+
+
+def iterate(run):
+    """Train until the run is finished; if it is interrupted, say how to continue it."""
+    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
+    if RANK == 0:
+        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+        print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+        where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+        print(where, flush=True)
+        run.save()  # creates the folder, or brings all files back to the checkpoint
+    try:
+        while not run.finished:
+            train_iteration(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # the disk is full, or another process has died
+        raise OSError(f"{one_line(error)}; {run.hint}") from None
+    return run.agent
 
 
 def train_iteration(run):
@@ -1053,8 +1072,10 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, scored = run.agent, run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
+    agent, episodes = run.agent, run.agent.test_episodes
+    scored = np.s_[:, episodes - 1]  # the last episode of a periodic meta-test
+    if run.finished:
+        episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
@@ -1062,7 +1083,7 @@ def test_all_splits(run):
             result = meta_test(agent, envs, episodes, sample=False)
             run.add_rows("eval.csv", eval_rows(agent, split, False, *result))
         if split == "test":
-            run.test_score = score(returns[:, scored - 1], success[:, scored - 1])
+            run.test_score = score(returns[scored], success[scored])
             run.test_table = table(returns, success, envs)
 
 
@@ -1114,33 +1135,15 @@ class Run:
     def finished(self):
         return self.iteration >= self.total_iterations
 
-    def add_rows(self, name, rows):
-        self.csv[name] += csv_text(rows, header=not self.csv[name])
-
-    def iterate(self):
-        """Train until the run is finished; if it is interrupted, say how to continue it."""
-        config, steps = self.agent.config, self.total_iterations * self.steps_per_iteration
-        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+    @property
+    def hint(self):
         command = self.agent.command
         if WORLD_SIZE > 1:
             command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
-        hint = f"continue with: {command} --resume {self.folder}"
-        try:
-            if RANK == 0:
-                title = f"{self.agent.name} on {config.env}"
-                print(f"{title}: {steps:,} steps{rounded} into {self.folder}")
-                where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-                print(where, flush=True)
-                self.save()  # creates the folder, or brings all files back to the checkpoint
-            while not self.finished:
-                train_iteration(self)
-        except KeyboardInterrupt:
-            if RANK == 0:
-                print(f"\nstopped; {hint}", file=sys.stderr)
-            raise
-        except OSError as error:  # the disk is full, or another process has died
-            raise OSError(f"{one_line(error)}; {hint}") from None
-        return self.agent
+        return f"continue with: {command} --resume {self.folder}"
+
+    def add_rows(self, name, rows):
+        self.csv[name] += csv_text(rows, header=not self.csv[name])
 
     def save(self):
         """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
@@ -1177,7 +1180,7 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_names:
         setattr(run, name, saved[name])
     if not run.finished:
-        return run.iterate()
+        return iterate(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1429,7 +1432,6 @@ def eval_command(path, typed, make_tasks, agent_class):
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
-    program = agent_class.command.split()[-1]
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
         if "eval" in typed and WORLD_SIZE > 1:
@@ -1442,13 +1444,9 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
             train(agent_class.Config(**typed), make_tasks, agent_class)
     except KeyboardInterrupt:
         return 130
-    except UserError as error:
-        if RANK == 0:
-            print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    except (OSError, torch.OutOfMemoryError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 1
+    except (UserError, OSError, torch.OutOfMemoryError) as error:
+        print(f"{agent_class.command.split()[-1]}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
