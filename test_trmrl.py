@@ -380,7 +380,7 @@ def test_the_ratio_of_ppo_is_one_before_the_first_gradient_step(settings):
 def test_a_player_acts_as_collect_does_and_answers_the_same_twice():
     agent = make_agent()
     buffer, diary = play(agent, sample=False)
-    player = trmrl.Player(agent, num_tasks=8)
+    player = trmrl.Player(agent, num_envs=8)
     for t in range(60):
         mean, sampled = (player.act(diary["state"][:, t], sample) for sample in (False, True))
         assert np.array_equal(sampled, player.act(diary["state"][:, t], sample=True))
@@ -1652,7 +1652,7 @@ def test_work_that_two_processes_cannot_share_is_refused(settings, tmp_path, mon
 # ---- 4. The command line -------------------------------------------------------------------------
 
 ANSWERS = {
-    "--env walker": "halfcheetah_vel, ant_dir, ml1_reach",
+    "--env walker": "halfcheetah_vel, ant_dir, ml45_train, ml1_assembly",
     "--env halfcheeta_vel": "did you mean halfcheetah_vel?",
     "--env ml1_pusj": "did you mean ml1_push?",
     "--env ml1_zzz": "ml1_assembly, ml1_basketball",

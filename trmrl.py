@@ -70,6 +70,24 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
+def sum_over_processes(x):
+    """Replace x by its sum over all processes."""
+    if WORLD_SIZE > 1:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise ConnectionError(f"process {RANK} lost the others ({error})") from None
+    return x
+
+
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
+
+
 class UserError(Exception):
     """An error the user can fix; the command line prints it as one line."""
 
@@ -95,8 +113,6 @@ PRESETS = {
     "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
     "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
-# Fields that a baseline with another memory than the transformer does not use.
-MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
 
 
 def setting(group, default, help, low=0, high=10**9):
@@ -118,7 +134,7 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting("training", None, "E; after a fall another one begins", low=1)
+    episodes_per_trial: int = setting("training", None, "E, episodes per trial", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -161,6 +177,7 @@ class Config:
 # or its place), which the agent must infer from its rewards. All tasks of a batch are stepped
 # together, as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths
 # of half-cheetah and ant are those of the author's release, without the ant's tiny contact cost.
+# Their observations are positions and velocities of the joints, as in Gymnasium.
 
 
 class TaskFamily(VectorEnv):
@@ -183,20 +200,20 @@ class TaskFamily(VectorEnv):
     episode_length = 200
     sample_at_test = False  # whether a meta-test samples actions or takes their means
 
-    def __init__(self, num_tasks, seed, split, state_size, action_size):
+    def __init__(self, num_envs, seed, split, state_size, action_size):
         if split not in self.splits:
             raise UserError(f"this family has no split {split!r}, only {', '.join(self.splits)}")
         Box = gymnasium.spaces.Box
-        self.num_envs = num_tasks
+        self.num_envs = num_envs
         self.single_observation_space = Box(-np.inf, np.inf, (state_size,), np.float32)
         self.single_action_space = Box(-1.0, 1.0, (action_size,), np.float32)
-        self.observation_space = batch_space(self.single_observation_space, num_tasks)
-        self.action_space = batch_space(self.single_action_space, num_tasks)
-        self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
-        if split == "train":  # meta-training draws new tasks in every iteration
-            self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
+        if split == "train":  # meta-training replaces these in every iteration
+            self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
-            self.tasks = self.fixed_tasks(split, num_tasks)
+            self.tasks = self.fixed_tasks(split, num_envs)
         self.sizes = (state_size, action_size, self.tasks.shape[1])
 
     def reset(self, *, seed=None, options=None):
@@ -230,7 +247,7 @@ class MujocoFamily(TaskFamily):
     frame_skip = 5  # physics steps per environment step
     hidden_qpos = 1  # leading entries of qpos that the agent does not see: x, or x and y
 
-    def __init__(self, num_tasks, seed=0, split="train"):
+    def __init__(self, num_envs, seed=0, split="train"):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
@@ -238,8 +255,8 @@ class MujocoFamily(TaskFamily):
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
-        self.physics = np.zeros((num_tasks, size))
-        super().__init__(num_tasks, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
+        self.physics = np.zeros((num_envs, size))
+        super().__init__(num_envs, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
 
     def begin(self, mask):
         """Start near the resting pose, with the noise of Gymnasium's own environments."""
@@ -312,7 +329,8 @@ class AntDir(MujocoFamily):
 
     def reward(self, x_velocity, actions):
         effort = 0.5 * np.square(actions).sum(axis=1)
-        return self.tasks[:, 0] * x_velocity - effort + self.healthy()
+        survival = 1.0 * self.healthy()
+        return self.tasks[:, 0] * x_velocity - effort + survival
 
 
 @functools.cache
@@ -333,10 +351,10 @@ def metaworld_goals(env):
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
     goals = np.zeros((2, len(classes), 50, 7))
-    for split, tasks in enumerate(splits):
+    for which, tasks in enumerate(splits):
         for i, task in enumerate(tasks):  # sorted by class, 50 goals each
             goal = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
-            goals[split, goal[0], i % 50, : len(goal)] = goal
+            goals[which, goal[0], i % 50, : len(goal)] = goal
     return classes, *goals
 
 
@@ -345,7 +363,7 @@ class MetaWorldFamily(TaskFamily):
 
     sample_at_test = True
 
-    def __init__(self, env, num_tasks, seed=0, split="train"):
+    def __init__(self, env, num_envs, seed=0, split="train"):
         self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
         # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
@@ -353,10 +371,10 @@ class MetaWorldFamily(TaskFamily):
         # is active. To keep agents from memorising that, training shifts the observed object by a
         # Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
-        self.object_offset = np.zeros((num_tasks, 39))
-        self.raw_observation = np.zeros((num_tasks, 39))
-        self.arms = [None] * num_tasks
-        super().__init__(num_tasks, seed, split, state_size=39, action_size=4)
+        self.object_offset = np.zeros((num_envs, 39))
+        self.raw_observation = np.zeros((num_envs, 39))
+        self.arms = [None] * num_envs
+        super().__init__(num_envs, seed, split, state_size=39, action_size=4)
 
     def sample_tasks(self, rng, n):
         # One random order of the 50 goals, the same for all classes.
@@ -369,7 +387,7 @@ class MetaWorldFamily(TaskFamily):
         """The first goal of each class in turn, then the second, until there are n."""
         classes = len(self.classes)
         if n % classes:
-            raise UserError(f"{n} tasks (per process) are not a multiple of the {classes} classes")
+            raise UserError(f"each process needs a multiple of {classes} tasks: one of each class")
         turn, class_id = divmod(np.arange(n), classes)  # 3 classes: 000111 and 012012
         return goals[class_id, turn % 50]
 
@@ -539,14 +557,15 @@ def window(buffer, row, t, N):
 
 # ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
 #
-# e^0 are the working memories, and each layer refines them (Eq. 6). alpha says how relevant each
-# memory is to the query (Eq. 4); mu, the values weighted by alpha, represents the task (Eq. 3 and
-# 5; W is the value projection). It is the consensus of Theorem 1, which assumes memories of unit
-# norm; nothing here enforces that.
+# e^0 are the working memories plus positions (which Algorithm 1 omits), and each layer refines them
+# (Eq. 6). alpha says how relevant each memory is to the query (Eq. 4); mu, the values weighted by
+# alpha, represents the task (Eq. 3 and 5; W is the value projection). mu is the consensus of
+# Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
 # is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, and Eq. 4 and 5 have
-# slips in their indices and divide by sqrt(d) outside the softmax.
+# slips in their indices and divide by sqrt(d) outside the softmax. App. E does not say what takes
+# the place of T-Fixup; with --no-tfixup we use layer normalisation after each residual.
 
 
 def sinusoids(N, d):
@@ -578,16 +597,16 @@ class Layer(nn.Module):
         self.norm1 = nn.LayerNorm(d) if layer_norm else nn.Identity()
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
-    def forward(self, x, e, visible):
-        """Refine the queries x (M, n, d), all memories or the current one; keys are e (M, N, d)."""
-        q, k, v = self.query(x), self.key(e), self.value(e)
+    def forward(self, queries, memories, visible):
+        """Refine the queries (M, n, d), all memories or the current one; memories are (M, N, d)."""
+        q, k, v = self.query(queries), self.key(memories), self.value(memories)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
         # computes both in one call.
         mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, n, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
-        h = self.norm1(x + self.out(mu))
+        h = self.norm1(queries + self.out(mu))
         return self.norm2(h + self.ff2(F.relu(self.ff1(h))))
 
 
@@ -625,26 +644,7 @@ class Transformer(nn.Module):
 # Agent is what TrMRL and the baselines share: a normalizer, and a policy head and a value head that
 # read the same vector e. A subclass says how `recall` computes e from what the agent has seen.
 # Because both heads share it, learning values also teaches `recall` to identify the task. The paper
-# does not describe a value function, the form of the heads, normalisation, learning rates or
-# gradient clipping: these are ours.
-
-
-def sum_over_processes(x):
-    """Replace x by its sum over all processes."""
-    if WORLD_SIZE > 1:
-        try:
-            dist.all_reduce(x)
-        except RuntimeError as error:  # another process has died
-            raise ConnectionError(f"process {RANK} lost the others ({one_line(error)})") from None
-    return x
-
-
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
+# does not describe a value function, the form of the heads or normalisation: these are ours.
 
 
 class RunningStats(nn.Module):
@@ -660,7 +660,7 @@ class RunningStats(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
     def update(self, x):
-        """Merge the rows of x (M, size), of all processes."""
+        """Merge the rows of x (M, size), of all processes, by Chan's formula."""
         mean, var = moments(x)
         n = len(x) * WORLD_SIZE
         self.count += n
@@ -766,7 +766,7 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        # Sec. 3.3: N(0, d^(-1/2)), read as a std. The other factor is in the T-Fixup paper only.
+        # Sec. 3.3: N(0, d^(-1/2)), read as a std. The factor (9 L)^(-1/4) is in the T-Fixup paper.
         if config.tfixup:
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
@@ -783,12 +783,12 @@ class TrMRL(Agent):
 
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
 #
-# One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments quote
+# One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments follow
 # Algorithm 1: B is the buffer, and D is what the agent sees of it.
 
 
 class Player:
-    """An agent that plays R tasks at once, NumPy in and out. An episode:
+    """An agent that plays in R environments at once, NumPy in and out. An episode:
 
         player = Player(agent, envs.num_envs)
         observation, _ = envs.reset(seed=0)
@@ -800,15 +800,15 @@ class Player:
     It plays at most max_steps steps. Where an episode ends early, reset as `collect` does.
     """
 
-    def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
+    def __init__(self, agent, num_envs, max_steps=10_000, seed=0):
         self.agent = agent
         generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
-        self.buffer = agent.new_buffer(num_tasks, max_steps, generator)  # initialise B
+        self.buffer = agent.new_buffer(num_envs, max_steps, generator)  # initialise B
         self.t = 0
 
     @torch.no_grad()
     def act(self, observation, sample=False):
-        """Actions for the observations s_t (R, S). Asking twice gives the same answer twice."""
+        """Actions for the observations s_t (R, S)."""
         buffer, t = self.buffer, self.t
         buffer.write_state(t, observation, self.agent.normalizer)
         # D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the working
@@ -878,7 +878,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
 # a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
 # we bootstrap. Also ours: scaled rewards, standardised advantages, the weight 0.5 of the value
-# loss, no entropy bonus, learning rates that fall.
+# loss, no entropy bonus, gradient clipping, learning rates that fall.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -953,7 +953,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
-    # After learning, so that the whole batch was normalised alike.
+    # After learning, so that the whole batch was normalised alike; the first one is as received.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -967,7 +967,8 @@ def ppo_update(agent, buffer, optimizer, generator):
 
 # ---- 8. Meta-testing (Sec. 5.1, 5.2) -------------------------------------------------------------
 #
-# Frozen weights, and test tasks that are the same for every agent and seed. Without --keep-memory
+# Frozen weights, and test tasks that are the same for every agent and seed. They are new, except on
+# AntDir, which has only two tasks, and on ML45-Train (App. B). Without --keep-memory
 # the agent adapts anew in every episode; episodes differ only in initial states and sampled
 # actions. Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
 
@@ -993,7 +994,7 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
     default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
-    folder = Path(str(config.run_dir or default))
+    folder = Path(str(config.run_dir or default))  # Run checks the types of all settings
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
@@ -1006,8 +1007,7 @@ def iterate(run):
     if RANK == 0:
         rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
         print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-        where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-        print(where, flush=True)
+        print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
         run.save()  # creates the folder, or brings all files back to the checkpoint
     try:
         while not run.finished:
@@ -1073,7 +1073,7 @@ def train_iteration(run):
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
     agent, episodes = run.agent, run.agent.test_episodes
-    scored = np.s_[:, episodes - 1]  # the last episode of a periodic meta-test
+    scored = np.s_[:, episodes - 1]  # the same episode in every meta-test
     if run.finished:
         episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
@@ -1109,8 +1109,9 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
-        rows = config.num_tasks // WORLD_SIZE * config.rows_per_task
-        self.envs = make_tasks(config.env, rows, config.seed, "train")
+        num_tasks = config.num_tasks // WORLD_SIZE
+        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # a wrong number fails now
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1161,12 +1162,13 @@ class Run:
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            if not isinstance(content, str):
-                file = io.BytesIO()
+            file = io.BytesIO()
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
                 torch.save(content, file)
-            data = content.encode() if isinstance(content, str) else file.getvalue()
             temporary = self.folder / f"{name}.part"
-            temporary.write_bytes(data)
+            temporary.write_bytes(file.getvalue())
             os.replace(temporary, self.folder / name)
 
 
@@ -1358,7 +1360,7 @@ def make_parser(agent_class, env):
     )
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
-    group.add_argument("--split", help="with --eval: test (default), ood or train tasks")
+    group.add_argument("--split", help="with --eval: test (default), ood, or train as in training")
     group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
@@ -1445,7 +1447,8 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     except KeyboardInterrupt:
         return 130
     except (UserError, OSError, torch.OutOfMemoryError) as error:
-        print(f"{agent_class.command.split()[-1]}: {error}", file=sys.stderr)
+        program, message = agent_class.command.split()[-1], " ".join(str(error).split())
+        print(f"{program}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 

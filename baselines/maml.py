@@ -30,6 +30,7 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
 RIDGE = 1e-3  # of the linear baseline
@@ -49,7 +50,7 @@ PRESETS["ant_dir"] |= dict(total_steps=5_000_000)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model")
+    unused: ClassVar = (*MEMORY_FIELDS, "d_model")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2, high=5)

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 
 import trmrl
+from baselines import MEMORY_FIELDS
 
 # An MLP tolerates a higher learning rate than the transformer.
 CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
@@ -23,7 +24,7 @@ CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model")
+    unused: ClassVar = (*MEMORY_FIELDS, "d_model")
 
 
 class Oracle(trmrl.Agent):

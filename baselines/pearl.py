@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
 SAC = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
@@ -55,7 +56,7 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
+    unused: ClassVar = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
     unused += ("clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")

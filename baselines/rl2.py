@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
 SEGMENT = 50  # the most steps through which a gradient flows back
@@ -31,7 +32,7 @@ SEGMENT = 50  # the most steps through which a gradient flows back
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
-    unused: ClassVar = trmrl.MEMORY_FIELDS
+    unused: ClassVar = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from baselines.rl2 import gru_inputs, segments
 from trmrl import setting
 
@@ -42,7 +43,7 @@ CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = trmrl.MEMORY_FIELDS
+    unused: ClassVar = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
