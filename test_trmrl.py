@@ -1015,7 +1015,7 @@ def test_every_task_of_metaworld_has_a_name_and_ml45_has_45_classes_in_turn(monk
     assert not (envs.tasks[:45] == envs.tasks[45:]).all(axis=1).any()
     assert all((goals[i % 45] == task).all(axis=1).any() for i, task in enumerate(envs.tasks))
     np.testing.assert_array_equal(envs.fixed_tasks("test", 90)[45:], goals[:, 1])
-    with pytest.raises(trmrl.UserError, match="a multiple of the 45 classes"):
+    with pytest.raises(trmrl.UserError, match="a multiple of 45 tasks"):
         trmrl.make_tasks("ml45_train", 7)
 
 
