@@ -963,7 +963,7 @@ def test_only_the_training_of_reach_shows_the_object_elsewhere(monkeypatch):
 
     goals = np.zeros((1, 50, 7))
     goals[..., 1:] = [0.0, 0.65, 0.02, 0.05, 0.85, 0.02]
-    monkeypatch.setattr(trmrl, "metaworld_goals", lambda env: (["push-v3"], goals, goals))
+    monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (["push-v3"], goals, goals))
     seen = [trmrl.make_tasks("ml1_push", 1, 0, split).reset()[0] for split in ("train", "test")]
     np.testing.assert_array_equal(*seen)
 
@@ -1003,19 +1003,19 @@ def test_every_task_of_metaworld_has_a_name_and_ml45_has_45_classes_in_turn(monk
 
     monkeypatch.setattr(metaworld, "ML1", benchmark)
     monkeypatch.setattr(metaworld, "ML45", benchmark)
-    monkeypatch.setattr(trmrl, "metaworld_goals", trmrl.metaworld_goals.__wrapped__)
+    monkeypatch.setattr(trmrl, "metaworld_tasks", trmrl.metaworld_tasks.__wrapped__)
     for name in metaworld.ALL_V3_ENVIRONMENTS:
-        classes, *_ = trmrl.metaworld_goals("ml1_" + name.removesuffix("-v3").replace("-", "_"))
+        classes, *_ = trmrl.metaworld_tasks("ml1_" + name.removesuffix("-v3").replace("-", "_"))
         assert classes == [name]
 
     envs = trmrl.make_tasks("ml45_train", 90, seed=1)
-    goals = envs.train_goals
+    goals = envs.train_tasks
     assert len(envs.classes) == len(set(envs.classes)) == 45 and goals.shape == (45, 50, 7)
     assert envs.tasks[:, 0].tolist() == [*range(45)] * 2
     assert not (envs.tasks[:45] == envs.tasks[45:]).all(axis=1).any()
     assert all((goals[i % 45] == task).all(axis=1).any() for i, task in enumerate(envs.tasks))
     np.testing.assert_array_equal(envs.fixed_tasks("test", 90)[45:], goals[:, 1])
-    with pytest.raises(trmrl.UserError, match="a multiple of 45 tasks"):
+    with pytest.raises(trmrl.UserError, match="not multiples of 45"):
         trmrl.make_tasks("ml45_train", 7)
 
 
@@ -1028,7 +1028,7 @@ def test_an_arm_of_ml45_is_of_its_class_and_meets_its_goal(monkeypatch):
         low = make()._random_reset_space.low
         goals[kind, :, 0] = kind
         goals[kind, :, 1 : 1 + len(low)] = low + 0.0005 * np.arange(50)[:, None]
-    monkeypatch.setattr(trmrl, "metaworld_goals", lambda env: (names, goals, goals))
+    monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (names, goals, goals))
     envs = trmrl.make_tasks("ml45_train", 4, 0, "test")
     for shift in (0, 2, 1):  # the same arms, with other goals; then of the other class
         envs.reset(options={"tasks": np.roll(envs.tasks, shift, axis=0)})

@@ -29,12 +29,12 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Runs                starting, saving, resuming; several processes
+    10. Runs                saving, resuming and reporting
     11. Command line        flags, and errors that fit on one line
 
-Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: a
-buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory slots, L
-layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task, a memory.
+Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: R
+rows of T steps in a buffer; M steps, from any rows, in a forward pass; N memory slots, L layers, E
+episodes per trial; S, A, k and d are the sizes of a state, an action, a task and a memory.
 """
 
 import argparse
@@ -63,6 +63,17 @@ from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
 
+
+class UserError(Exception):
+    """An error the user can fix; the command line prints it as one line."""
+
+
+def did_you_mean(typed, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(typed, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 # With torchrun each process has its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
 # this is process 0 of 1, and sums over processes do nothing.
@@ -86,10 +97,6 @@ def moments(x):
     mean = sum_over_processes(x.sum(dim=0)) / n
     var = sum_over_processes((x - mean).square().sum(dim=0)) / n
     return mean, var
-
-
-class UserError(Exception):
-    """An error the user can fix; the command line prints it as one line."""
 
 
 # ---- 1. Configuration ----------------------------------------------------------------------------
@@ -146,7 +153,7 @@ class Config:
     keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-    gamma: float = setting("PPO", None, "discount; rewards are scaled by 1 - gamma", high=0.9999)
+    gamma: float = setting("PPO", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
@@ -167,17 +174,17 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """E rows of one episode each or, with --keep-memory, one row of E episodes."""
+        """Rows of the buffer per task: one for each episode or, with --keep-memory, one in all."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
-# The tasks of a family share a robot and differ in a hidden goal (on MetaWorld also in the object
-# or its place), which the agent must infer from its rewards. All tasks of a batch are stepped
-# together, as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths
-# of half-cheetah and ant are those of the author's release, without the ant's tiny contact cost.
-# Their observations are positions and velocities of the joints, as in Gymnasium.
+# The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
+# its rewards; on MetaWorld they also differ in the object or its place, which it sees. A batch of
+# tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
+# half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Their
+# observations are positions and velocities of the joints, as in Gymnasium.
 
 
 class TaskFamily(VectorEnv):
@@ -334,28 +341,28 @@ class AntDir(MujocoFamily):
 
 
 @functools.cache
-def metaworld_goals(env):
-    """The names of the classes of MetaWorld's benchmark, its training goals and its test goals.
+def metaworld_tasks(env):
+    """The names of the classes of MetaWorld's benchmark, its training tasks and its test tasks.
 
-    Goals are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
+    Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
     position of the goal and often that of the object, padded with zeros.
     """
     import metaworld  # takes a second
 
     if env == "ml45_train":
-        benchmark = metaworld.ML45(seed=0)  # the seed fixes the goals
+        benchmark = metaworld.ML45(seed=0)  # the seed fixes the tasks
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
     else:
         name = env.removeprefix("ml1_").replace("_", "-")
         benchmark = metaworld.ML1(f"{name}-v3", seed=0)  # the paper used v2
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
-    goals = np.zeros((2, len(classes), 50, 7))
-    for which, tasks in enumerate(splits):
-        for i, task in enumerate(tasks):  # sorted by class, 50 goals each
-            goal = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
-            goals[which, goal[0], i % 50, : len(goal)] = goal
-    return classes, *goals
+    tasks = np.zeros((2, len(classes), 50, 7))
+    for which, split in enumerate(splits):
+        for i, task in enumerate(split):  # sorted by class, 50 of each
+            numbers = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
+            tasks[which, numbers[0], i % 50, : len(numbers)] = numbers
+    return classes, *tasks
 
 
 class MetaWorldFamily(TaskFamily):
@@ -364,8 +371,8 @@ class MetaWorldFamily(TaskFamily):
     sample_at_test = True
 
     def __init__(self, env, num_envs, seed=0, split="train"):
-        self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
-        # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks.
+        self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
+        # MetaWorld's episodes have 500 steps; our training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object plays no part, but its position tells which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
@@ -377,19 +384,19 @@ class MetaWorldFamily(TaskFamily):
         super().__init__(num_envs, seed, split, state_size=39, action_size=4)
 
     def sample_tasks(self, rng, n):
-        # One random order of the 50 goals, the same for all classes.
-        return self.goals_in_turn(rng.permutation(self.train_goals, axis=1), n)
+        # One random order of the 50 tasks, the same for all classes.
+        return self.tasks_in_turn(rng.permutation(self.train_tasks, axis=1), n)
 
     def fixed_tasks(self, split, n):
-        return self.goals_in_turn(self.test_goals, n)
+        return self.tasks_in_turn(self.test_tasks, n)
 
-    def goals_in_turn(self, goals, n):
-        """The first goal of each class in turn, then the second, until there are n."""
+    def tasks_in_turn(self, tasks, n):
+        """The first task of each class in turn, then the second, until there are n."""
         classes = len(self.classes)
         if n % classes:
-            raise UserError(f"each process needs a multiple of {classes} tasks: one of each class")
+            raise UserError(f"--num-tasks per process, --eval-tasks: not multiples of {classes}")
         turn, class_id = divmod(np.arange(n), classes)  # 3 classes: 000111 and 012012
-        return goals[class_id, turn % 50]
+        return tasks[class_id, turn % 50]
 
     def begin(self, mask):
         import metaworld
@@ -454,8 +461,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. Where an episode ends early (we call it a fall), the next one begins at once, in the same
-# row, which may then end in the middle of an episode. What an ending does:
+# row. Where an episode ends early (we call it a fall), another one begins at once, in the same row,
+# which may then end in the middle of an episode. phi is in section 5. What an ending does:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -493,7 +500,7 @@ class Buffer:
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory (section 7) ends: at a fall, a time limit or the end of the row.
+        # Where a trajectory of PPO ends, see above.
         self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
         self.ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # there: value of the state that follows, 0 after a fall
@@ -516,7 +523,8 @@ class Buffer:
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
 
-        An episode succeeds if any of its steps does; NaN if the family has no success.
+        An episode succeeds if any of its steps does (the paper does not say); NaN if the family has
+        no success.
         """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
@@ -831,8 +839,8 @@ class Player:
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
-        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
-        # before eta_t is written and the memory cleared, as if the episode went on.
+        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. It is
+        # computed before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.ends[:, t] = buffer.tensor(ends)
@@ -877,7 +885,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
 # a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
-# we bootstrap. Also ours: scaled rewards, standardised advantages, the weight 0.5 of the value
+# we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5 of the value
 # loss, no entropy bonus, gradient clipping, learning rates that fall.
 
 
@@ -953,7 +961,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(torch.stack(list(metrics.values())))
 
-    # After learning, so that the whole batch was normalised alike; the first one is as received.
+    # After learning, so that the whole batch was normalised alike; the first one is only clamped.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -967,17 +975,17 @@ def ppo_update(agent, buffer, optimizer, generator):
 
 # ---- 8. Meta-testing (Sec. 5.1, 5.2) -------------------------------------------------------------
 #
-# Frozen weights, and test tasks that are the same for every agent and seed. They are new, except on
-# AntDir, which has only two tasks, and on ML45-Train (App. B). Without --keep-memory
-# the agent adapts anew in every episode; episodes differ only in initial states and sampled
-# actions. Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
+# Weights are frozen. Test tasks are the same for every agent and seed; they are new, except on
+# AntDir, which has only two tasks, and on ML45-Train (App. B). Without --keep-memory the agent
+# adapts anew in every episode; episodes differ only in initial states and sampled actions.
+# Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
 
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
-    """Run consecutive episodes of each task; returns and successes, (tasks, episodes) each."""
+    """Play consecutive episodes of each task. Result: return and success, (tasks, episodes)."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
@@ -1017,7 +1025,7 @@ def iterate(run):
             print(f"\nstopped; {run.hint}", file=sys.stderr)
         raise
     except OSError as error:  # the disk is full, or another process has died
-        raise OSError(f"{one_line(error)}; {run.hint}") from None
+        raise OSError(f"{error}; {run.hint}") from None
     return run.agent
 
 
@@ -1149,16 +1157,16 @@ class Run:
     def save(self):
         """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
         settings = {"agent": self.agent.name, **asdict(self.agent.config)}
-        agent = {
+        agent_file = {
             "version": VERSION,
             "config": settings,
             "sizes": self.agent.sizes,
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        progress = {name: getattr(self, name) for name in self.saved_names}
-        checkpoint = agent | progress | {"optimizer": self.optimizer.state_dict()}
-        files = {"checkpoint.pt": checkpoint, "agent.pt": agent}
+        state = {name: getattr(self, name) for name in self.saved_names}
+        checkpoint = agent_file | state | {"optimizer": self.optimizer.state_dict()}
+        files = {"checkpoint.pt": checkpoint, "agent.pt": agent_file}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -1193,7 +1201,7 @@ def load_file(path, agent_class):
     if not path.is_file():
         near = path.parent if path.parent.is_dir() else path.parent.parent
         runs = [*near.glob("*/agent.pt"), *near.glob("*/*/agent.pt")]
-        names = ", ".join(sorted(str(agent.parent) for agent in runs))
+        names = ", ".join(sorted(str(run.parent) for run in runs))
         hint = f"; {near} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
     try:
@@ -1215,7 +1223,7 @@ def load_file(path, agent_class):
     except pickle.UnpicklingError:  # PyTorch's own message advises weights_only=False
         raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
     except Exception as error:  # a damaged or foreign file may raise anything
-        raise UserError(f"cannot load {path}: {one_line(error)}") from None
+        raise UserError(f"cannot load {path}: {str(error)[:200]}") from None
     return saved, agent
 
 
@@ -1306,16 +1314,6 @@ def pick_device(name):
 # ---- 11. Command line ----------------------------------------------------------------------------
 
 
-def one_line(error):
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def did_you_mean(typed, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(typed, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -1324,7 +1322,8 @@ def check_config(config):
     """Refuse settings that cannot work, before anything starts."""
     for f in fields(config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
-        if type(value) not in ((int, float) if f.type is float else (f.type,)):
+        accepted = (int, float) if f.type is float else (f.type,)
+        if type(value) not in accepted:
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
@@ -1333,7 +1332,7 @@ def check_config(config):
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
     if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-        raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE} processes")
+        raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE}, the processes")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1432,7 +1431,7 @@ def eval_command(path, typed, make_tasks, agent_class):
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
-    """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
+    """Exit status: 0, 2 if the user can fix it, 1 if not, 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
