@@ -134,9 +134,8 @@ def select_steps(buffer, row, mask, beta, config):
     variance = (weight * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
 
-    steps = Steps(
-        buffer.state[row, :T], buffer.action[row], buffer.log_prob[row], advantage, weight
-    )
+    state, action, log_prob = buffer.state[row, :T], buffer.action[row], buffer.log_prob[row]
+    steps = Steps(state, action, log_prob, advantage, weight)
     needed = mask.any(dim=0).nonzero().squeeze(-1)  # steps that no row needs are left out
     return Steps(*(x[:, needed] for x in steps))
 

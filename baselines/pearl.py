@@ -71,9 +71,7 @@ class Config(trmrl.Config):
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting(
-        "SAC", 0.01, "tau: how fast the target Q functions follow", low=1e-6, high=1
-    )
+    target_rate: float = setting("SAC", 0.01, "how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
     final_lr: float = setting("SAC", 0.05, "lr falls linearly to this fraction", high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -103,9 +101,8 @@ class Pearl(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        self.value_head = self.log_std = (
-            None  # Q functions instead; the deviation depends on the state
-        )
+        # SAC has Q functions instead of a value, and a deviation that depends on the state.
+        self.value_head = self.log_std = None
         self.encoder = network(S + A + 1, hidden, 2 * Z)
         self.policy_head = network(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
@@ -115,13 +112,8 @@ class Pearl(trmrl.Agent):
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
-        return [
-            dict(
-                params=[p for p in self.parameters() if p.requires_grad],
-                lr=self.config.lr,
-                eps=1e-8,
-            )
-        ]
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
     def new_buffer(self, rows, steps, generator):
         buffer = super().new_buffer(rows, steps, generator)
@@ -286,9 +278,8 @@ class Replay:
         self.bytes_per_iteration = self.trials[0].nbytes
         self.check_file()
         for i in range(max(0, iterations - capacity), iterations):
-            numbers = np.fromfile(
-                path, np.float32, math.prod(shape), offset=i * self.bytes_per_iteration
-            )
+            offset = i * self.bytes_per_iteration
+            numbers = np.fromfile(path, np.float32, math.prod(shape), offset=offset)
             self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
 
     def check_file(self):
