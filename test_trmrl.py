@@ -1015,7 +1015,7 @@ def test_every_task_of_metaworld_has_a_name_and_ml45_has_45_classes_in_turn(monk
     assert not (envs.tasks[:45] == envs.tasks[45:]).all(axis=1).any()
     assert all((goals[i % 45] == task).all(axis=1).any() for i, task in enumerate(envs.tasks))
     np.testing.assert_array_equal(envs.fixed_tasks("test", 90)[45:], goals[:, 1])
-    with pytest.raises(trmrl.UserError, match="not multiples of 45"):
+    with pytest.raises(trmrl.UserError, match="multiples of the 45 classes"):
         trmrl.make_tasks("ml45_train", 7)
 
 
@@ -1646,7 +1646,7 @@ def test_work_that_two_processes_cannot_share_is_refused(settings, tmp_path, mon
     monkeypatch.setattr(trmrl, "WORLD_SIZE", 2)
     monkeypatch.setattr(trmrl, "join_processes", lambda device: None)
     result = cli(*flags(**settings, run_dir=tmp_path / "run"))
-    assert "multiples of 2" in one_line(result, status=2) and not os.listdir(tmp_path)
+    assert "multiple of the 2 processes" in one_line(result, status=2) and not os.listdir(tmp_path)
 
 
 # ---- 4. The command line -------------------------------------------------------------------------

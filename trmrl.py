@@ -105,15 +105,15 @@ def moments(x):
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
 #
-# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
-# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
-# N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
+# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, N = 40 and E = 1 (the
+# paper: E = 2). The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel,
+# more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
 
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
-METAWORLD |= dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)
+ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
+METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -164,8 +164,8 @@ class Config:
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        env = str(self.env)  # a wrong type is reported by check_config
-        family = env if env in self.presets else env.split("_")[0]  # ml1_push: ml1
+        # ml1_push has the preset of ml1.
+        family = self.env if self.env in self.presets else self.env.split("_")[0]
         # A family of your own starts from the preset of the half-cheetah.
         preset = self.presets.get(family, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
@@ -181,10 +181,10 @@ class Config:
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
 # The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
-# its rewards; on MetaWorld they also differ in the object or its place, which it sees. A batch of
-# tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
+# its rewards; on MetaWorld also in the objects and their places, which it sees. A batch of tasks is
+# one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
 # half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Their
-# observations are positions and velocities of the joints, as in Gymnasium.
+# observations are positions and velocities of the joints, as in Gymnasium, without contact forces.
 
 
 class TaskFamily(VectorEnv):
@@ -345,7 +345,7 @@ def metaworld_tasks(env):
     """The names of the classes of MetaWorld's benchmark, its training tasks and its test tasks.
 
     Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
-    position of the goal and often that of the object, padded with zeros.
+    position of the goal and often that of the object, padded with zeros. The paper used v2.
     """
     import metaworld  # takes a second
 
@@ -354,14 +354,15 @@ def metaworld_tasks(env):
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
     else:
         name = env.removeprefix("ml1_").replace("_", "-")
-        benchmark = metaworld.ML1(f"{name}-v3", seed=0)  # the paper used v2
+        benchmark = metaworld.ML1(f"{name}-v3", seed=0)
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
     tasks = np.zeros((2, len(classes), 50, 7))
-    for which, split in enumerate(splits):
+    for split_id, split in enumerate(splits):
         for i, task in enumerate(split):  # sorted by class, 50 of each
-            numbers = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
-            tasks[which, numbers[0], i % 50, : len(numbers)] = numbers
+            class_id = classes.index(task.env_name)
+            rand_vec = pickle.loads(task.data)["rand_vec"]
+            tasks[split_id, class_id, i % 50, : 1 + len(rand_vec)] = [class_id, *rand_vec]
     return classes, *tasks
 
 
@@ -392,10 +393,11 @@ class MetaWorldFamily(TaskFamily):
 
     def tasks_in_turn(self, tasks, n):
         """The first task of each class in turn, then the second, until there are n."""
-        classes = len(self.classes)
-        if n % classes:
-            raise UserError(f"--num-tasks per process, --eval-tasks: not multiples of {classes}")
-        turn, class_id = divmod(np.arange(n), classes)  # 3 classes: 000111 and 012012
+        num_classes = len(self.classes)
+        if n % num_classes:
+            where = "--num-tasks (per process) and --eval-tasks"
+            raise UserError(f"{where} must be multiples of the {num_classes} classes")
+        turn, class_id = divmod(np.arange(n), num_classes)  # 3 classes: 000111 and 012012
         return tasks[class_id, turn % 50]
 
     def begin(self, mask):
@@ -450,8 +452,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
-# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as
-# received (only PPO scales it); phi maps it to a working memory. At step t the agent sees the
+# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as received
+# (only PPO scales it); phi (section 5) maps it to a working memory. At step t the agent sees the
 # tokens of the last N steps, t included. The action, reward and eta of step t are not known yet:
 # they are PAD, zero.
 #
@@ -462,7 +464,7 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
 # row. Where an episode ends early (we call it a fall), another one begins at once, in the same row,
-# which may then end in the middle of an episode. phi is in section 5. What an ending does:
+# which may then end in the middle of an episode. What an ending does:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -470,7 +472,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #     end of the row   -     -         ends                bootstrapped
 #
 # With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
-# trajectory continues into the next episode.
+# trajectory continues into the next episode. The agent still sees only N steps, so this matters in
+# the first N - 1 steps of an episode only.
 
 
 class Buffer:
@@ -491,7 +494,9 @@ class Buffer:
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
         self.memory_start = zeros(R, T + 1, dtype=torch.long)  # where the memory of a step begins
-        self.observation = zeros(R, T + 1, S)  # the state before it is normalised
+
+        # The states before they are normalised, for the statistics of the normalizer.
+        self.observation = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance, so that asking an agent twice for the
         # same step, as a user's own loop may do, gives the same answer twice.
@@ -606,7 +611,10 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
     def forward(self, queries, memories, visible):
-        """Refine the queries (M, n, d), all memories or the current one; memories are (M, N, d)."""
+        """Refine the queries (M, n, d), all memories or the current one, by the memories (M, N, d).
+
+        `visible`, broadcast to (M, heads, n, N), is true where a query may look.
+        """
         q, k, v = self.query(queries), self.key(memories), self.value(memories)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
@@ -652,7 +660,7 @@ class Transformer(nn.Module):
 # Agent is what TrMRL and the baselines share: a normalizer, and a policy head and a value head that
 # read the same vector e. A subclass says how `recall` computes e from what the agent has seen.
 # Because both heads share it, learning values also teaches `recall` to identify the task. The paper
-# does not describe a value function, the form of the heads or normalisation: these are ours.
+# does not describe a value function, the form of the heads or how to normalise states: all ours.
 
 
 class RunningStats(nn.Module):
@@ -816,7 +824,7 @@ class Player:
 
     @torch.no_grad()
     def act(self, observation, sample=False):
-        """Actions for the observations s_t (R, S)."""
+        """Actions (R, A), not clipped, for the observations s_t (R, S)."""
         buffer, t = self.buffer, self.t
         buffer.write_state(t, observation, self.agent.normalizer)
         # D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the working
@@ -886,7 +894,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
 # a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
 # we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5 of the value
-# loss, no entropy bonus, gradient clipping, learning rates that fall.
+# loss, no entropy bonus, gradient clipping, learning rates that
+# fall, a separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -956,17 +965,24 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = agent.log_prob(mean, buffer.action[row, t])
-            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
+            loss, metrics = ppo_loss(
+                log_prob,
+                value,
+                old_log_prob=buffer.log_prob[row, t],
+                advantage=advantage[row, t],
+                value_target=value_target[row, t],
+                clip=agent.config.clip,
+            )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
-            history.append(torch.stack(list(metrics.values())))
+            history.append(metrics)
 
     # After learning, so that the whole batch was normalised alike; the first one is only clamped.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
-    means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
-    return dict(zip(metrics, means.tolist())) | {
+    values = torch.stack([torch.stack(list(metrics.values())) for metrics in history])
+    means = sum_over_processes(values.mean(dim=0)) / WORLD_SIZE
+    return dict(zip(history[0], means.tolist())) | {
         "updates": len(history),
         "explained_variance": 1 - (error_var / (target_var + 1e-8)).item(),
         "std": agent.log_std.exp().mean().item(),
@@ -985,7 +1001,7 @@ FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a 
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
-    """Play consecutive episodes of each task. Result: return and success, (tasks, episodes)."""
+    """Play consecutive episodes of each task: two arrays (tasks, episodes), return and success."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
@@ -1002,7 +1018,7 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
     default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
-    folder = Path(str(config.run_dir or default))  # Run checks the types of all settings
+    folder = Path(config.run_dir or default)
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
@@ -1080,10 +1096,8 @@ def train_iteration(run):
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, episodes = run.agent, run.agent.test_episodes
-    scored = np.s_[:, episodes - 1]  # the same episode in every meta-test
-    if run.finished:
-        episodes = max(FINAL_EPISODES, episodes)
+    agent, last = run.agent, run.agent.test_episodes - 1  # the score is that of episode `last`
+    episodes = max(FINAL_EPISODES, last + 1) if run.finished else last + 1
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
@@ -1091,7 +1105,7 @@ def test_all_splits(run):
             result = meta_test(agent, envs, episodes, sample=False)
             run.add_rows("eval.csv", eval_rows(agent, split, False, *result))
         if split == "test":
-            run.test_score = score(returns[scored], success[scored])
+            run.test_score = score(returns[:, last], success[:, last])
             run.test_table = table(returns, success, envs)
 
 
@@ -1117,9 +1131,13 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
+        for name in {"num_tasks", "minibatch"} - {*config.unused}:
+            if getattr(config, name) % WORLD_SIZE:
+                raise UserError(f"{flag(name)} must be a multiple of the {WORLD_SIZE} processes")
+
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # a wrong number fails now
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # fails now if it ever does
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1331,8 +1349,6 @@ def check_config(config):
         raise UserError("--keep-memory needs --episodes-per-trial 2 or more")
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
-    if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-        raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE}, the processes")
 
 
 class Parser(argparse.ArgumentParser):
