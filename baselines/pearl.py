@@ -6,13 +6,12 @@ PEARL describes a task by a latent vector z and infers z from transitions, the c
 An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is the product
 of all factors, whatever their order. In the first episode of a task the agent draws z from the
 prior N(0, I), in each later one from the posterior given the episodes so far: it adapts from one
-episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy and two Q
-functions of (s, z) from a replay of past trials. The error of the Q functions trains the encoder,
-too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at z.
+episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and
+two Q functions of (s, a, z) from a replay of past trials. The error of the Q functions trains the
+encoder, too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at
+z.
 
-    python -m baselines.pearl --env halfcheetah_vel                      # meta-train
-    python -m baselines.pearl --eval runs/halfcheetah_vel/pearl-seed1    # six episodes per task
-    python -m baselines.pearl --resume runs/halfcheetah_vel/pearl-seed1  # continue
+    python -m baselines.pearl --env halfcheetah_vel
 
 The main differences from the paper:
 
@@ -24,10 +23,11 @@ The main differences from the paper:
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   300 units. Ours: 16 tasks with 32 transitions, 128 units, and the presets' gamma, not 0.99.
 - SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
-  Observations are normalised, and rewards are scaled so that Q is about 1.
+  Observations are normalised, and rewards are scaled so that Q is about 1: hence the small weight
+  of the KL divergence. One Adam serves encoder, critics and policy.
 
 Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z numbers of a
-state, an action and z; R rows of T steps per iteration, of which the replay keeps K.
+state, an action and z; R rows of T steps per iteration; the replay keeps the last K iterations.
 """
 
 import copy
@@ -46,8 +46,8 @@ import trmrl
 from baselines import MEMORY_FIELDS
 from trmrl import setting
 
-SAC = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
-PRESETS = {env: preset | SAC for env, preset in trmrl.PRESETS.items()}
+COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
+PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -85,7 +85,7 @@ def network(inputs, hidden, outputs):
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
 
-class Pearl(trmrl.Agent):
+class PEARL(trmrl.Agent):
     """Soft actor-critic with a latent variable of the task."""
 
     name = "pearl"
@@ -125,7 +125,7 @@ class Pearl(trmrl.Agent):
     def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
         # z is constant within an episode. Where an episode begins, draw z from the posterior given
-        # all earlier steps of the trial, or from the prior if there are none.
+        # all earlier steps of the trial, or from the prior if there are none; in meta-tests, too.
         z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
         begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
         if t > 0:
@@ -163,7 +163,7 @@ class Pearl(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum log N(u) - log(1 - tanh(u)^2). We write 1 - tanh(u)^2 as
+        # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
         # 4 / (e^u + e^-u)^2, whose logarithm stays finite.
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
@@ -174,9 +174,7 @@ class Pearl(trmrl.Agent):
         x = torch.cat([state, action, z], dim=-1)
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
-    # ---- Learning --------------------------------------------------------------------------------
-
-    def losses(self, context, batch, next_batch, generator):
+    def loss_of(self, context, batch, next_batch, generator):
         """The loss of everything that is learned, and metrics."""
         # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
@@ -246,7 +244,7 @@ class Pearl(trmrl.Agent):
         critics, targets = list(self.critics.parameters()), list(self.targets.parameters())
         totals = 0.0
         for _ in range(config.updates):
-            loss, metrics = self.losses(*self.replay.sample(config, generator), generator)
+            loss, metrics = self.loss_of(*self.replay.sample(config, generator), generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals = totals + torch.stack(list(metrics.values()))
             for target, critic in zip(targets, critics):
@@ -323,4 +321,4 @@ class Replay:
 
 
 if __name__ == "__main__":
-    sys.exit(trmrl.main(agent_class=Pearl))
+    sys.exit(trmrl.main(agent_class=PEARL))
