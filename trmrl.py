@@ -68,9 +68,9 @@ class UserError(Exception):
     """An error the user can fix; the command line prints it as one line."""
 
 
-def did_you_mean(typed, names):
+def did_you_mean(name, names):
     """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(typed, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -177,6 +177,10 @@ class Config:
         """Rows of the buffer per task: one for each episode or, with --keep-memory, one in all."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
+    @property
+    def episodes_per_row(self):
+        return self.episodes_per_trial // self.rows_per_task
+
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
@@ -258,7 +262,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # --threads sets it
+        threads = torch.get_num_threads()  # set by --threads, see Run and eval_command
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
@@ -408,10 +412,10 @@ class MetaWorldFamily(TaskFamily):
             arm_class = metaworld.ALL_V3_ENVIRONMENTS[name]
             if type(self.arms[i]) is not arm_class:
                 self.arms[i] = arm_class()
-            goal_size = len(self.arms[i]._random_reset_space.low)  # the rest is padding
-            goal = self.tasks[i, 1 : 1 + goal_size]
+            size = len(self.arms[i]._random_reset_space.low)  # the rest of the task is padding
+            rand_vec = self.tasks[i, 1 : 1 + size]
             # Partially observable: the goal is hidden from the agent.
-            task = {"rand_vec": goal, "env_cls": arm_class, "partially_observable": True}
+            task = {"rand_vec": rand_vec, "env_cls": arm_class, "partially_observable": True}
             self.arms[i].set_task(metaworld.Task(name, pickle.dumps(task)))
             self.raw_observation[i], _ = self.arms[i].reset()
             # The object's position is at 4:7, and that of the previous frame at 22:25.
@@ -517,12 +521,13 @@ class Buffer:
         self.task = None
         self.stored = {}
 
-    def tensor(self, x):
+    def to_device(self, x):
+        """A NumPy array as a tensor on the device of the buffer."""
         return torch.as_tensor(x).to(self.token.device)
 
     def write_state(self, t, observation, normalizer):
         """Write the observations (R, S) of step t."""
-        self.observation[:, t] = self.tensor(observation)
+        self.observation[:, t] = self.to_device(observation)
         self.state[:, t] = normalizer(self.observation[:, t])
 
     def episode_results(self, episodes):
@@ -557,15 +562,17 @@ def window(buffer, row, t, N):
         t = 10: 8 9 10   current slot 2
     """
     oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
-    current = t - oldest
+    current_slot = t - oldest
     slot = torch.arange(N, device=t.device)
     step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
     tokens = buffer.token[row[:, None], step]
 
-    # PAD: blank the action, the reward and eta of the current step and of empty slots.
-    blank = slot >= current[:, None]
-    tokens[..., buffer.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
-    return tokens, current
+    # PAD: blank the action, the reward and eta of the current step and of empty slots, in `tokens`
+    # only: indexing has made a copy.
+    S = buffer.state.shape[-1]
+    blank = slot >= current_slot[:, None]
+    tokens[..., S:].masked_fill_(blank[..., None], 0.0)
+    return tokens, current_slot
 
 
 # ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
@@ -640,8 +647,8 @@ class Transformer(nn.Module):
                 for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
                     linear.weight.data *= 0.67 * layers**-0.25
 
-    def forward(self, e, current):
-        """e (M, N, d), current (M,) -> (M, d)."""
+    def forward(self, e, current_slot):
+        """e (M, N, d), current_slot (M,) -> (M, d)."""
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
         # Slot i sees the slots j <= i. Empty slots come after the current one: it never sees them.
@@ -650,8 +657,8 @@ class Transformer(nn.Module):
             e = layer(e, e, causal)
 
         # The policy reads the current slot only: in the last layer it is the only query.
-        query = e[torch.arange(M, device=e.device), current][:, None]  # (M, 1, d)
-        visible = causal[current][:, None, None]  # (M, 1, 1, N)
+        query = e[torch.arange(M, device=e.device), current_slot][:, None]  # (M, 1, d)
+        visible = causal[current_slot][:, None, None]  # (M, 1, 1, N)
         return self.layers[-1](query, e, visible)[:, 0]
 
 
@@ -792,9 +799,9 @@ class TrMRL(Agent):
 
     def recall(self, buffer, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
-        tokens, current = window(buffer, row, t, self.config.memory_length)
+        tokens, current_slot = window(buffer, row, t, self.config.memory_length)
         e0 = self.phi(tokens) + self.positions  # (M, N, d): working memories and positions
-        return self.transformer(e0, current)
+        return self.transformer(e0, current_slot)
 
 
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
@@ -841,8 +848,8 @@ class Player:
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
-        buffer.reward[:, t] = buffer.tensor(reward)
-        buffer.terminated[:, t] = buffer.tensor(terminated)
+        buffer.reward[:, t] = buffer.to_device(reward)
+        buffer.terminated[:, t] = buffer.to_device(terminated)
         # Where the environment is reset, `act` replaces this state by the first of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
@@ -851,13 +858,13 @@ class Player:
         # computed before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
-        buffer.ends[:, t] = buffer.tensor(ends)
+        buffer.ends[:, t] = buffer.to_device(ends)
         if (ends & ~terminated).any():
             _, _, value = self.agent.act(buffer, t + 1, sample=False)
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
         # Write eta_t. Where an episode ended, the next steps no longer see this one.
-        done = buffer.tensor(terminated | truncated)
+        done = buffer.to_device(terminated | truncated)
         buffer.eta[:, t] = done
         if clear_memory:
             buffer.memory_start[done, t + 1 :] = t + 1
@@ -868,7 +875,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
     """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Buffer."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
     player = Player(agent, envs.num_envs, steps, noise_seed)
-    player.buffer.task = player.buffer.tensor(np.asarray(tasks, dtype=np.float32))
+    player.buffer.task = player.buffer.to_device(np.asarray(tasks, dtype=np.float32))
     infos = []
 
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
@@ -894,8 +901,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
 # a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
 # we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5 of the value
-# loss, no entropy bonus, gradient clipping, learning rates that
-# fall, a separate one for the value head.
+# loss, no entropy bonus, gradient clipping, learning rates that fall, a separate one for the value
+# head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -948,7 +955,7 @@ def gradient_step(agent, optimizer, loss):
     """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
     loss.backward()
-    if WORLD_SIZE > 1:  # average the gradients over all processes, in one message
+    if WORLD_SIZE > 1:  # average the gradients over all processes, in one flat message
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
         message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
         nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
@@ -976,7 +983,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # After learning, so that the whole batch was normalised alike; the first one is only clamped.
+    # Statistics never change within a batch. The first batch, without any, is only clamped.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1022,10 +1029,10 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return iterate(Run(folder, config, make_tasks, agent_class))
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
 
 
-def iterate(run):
+def train_until_finished(run):
     """Train until the run is finished; if it is interrupted, say how to continue it."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
     if RANK == 0:
@@ -1038,15 +1045,15 @@ def iterate(run):
             train_iteration(run)
     except KeyboardInterrupt:
         if RANK == 0:
-            print(f"\nstopped; {run.hint}", file=sys.stderr)
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
-    except OSError as error:  # the disk is full, or another process has died
-        raise OSError(f"{error}; {run.hint}") from None
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        raise OSError(f"{error}; {run.resume_hint}") from None
     return run.agent
 
 
 def train_iteration(run):
-    """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
+    """Draw tasks, collect a trial of each and learn from them; then meta-test and report."""
     agent, config, envs = run.agent, run.agent.config, run.envs
     began = time.monotonic()
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
@@ -1059,8 +1066,7 @@ def train_iteration(run):
     rng = np.random.default_rng(task_seed)
     tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
     tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
-    episodes_per_row = config.episodes_per_trial // config.rows_per_task
-    steps = episodes_per_row * envs.episode_length
+    steps = config.episodes_per_row * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
     # Learn from them.
@@ -1068,36 +1074,24 @@ def train_iteration(run):
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
         raise UserError("a loss or a gradient is not finite; start a new run with a lower --lr")
-    speed = run.steps_per_iteration / (time.monotonic() - began)
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
 
-    # Meta-test, save and report; only in the first process.
-    if RANK > 0:
-        return
-    if run.iteration % config.eval_every == 0 or run.finished:
-        test_all_splits(run)
-    run.seconds += time.monotonic() - began
-    returns, success = buffer.episode_results(episodes_per_row)  # of this process
-    progress = {
-        "iteration": run.iteration,
-        "step": agent.trained_steps,
-        "seconds": run.seconds,
-        "steps_per_second": speed,
-        "train_return": returns.mean(),
-        "train_success": success.mean(),
-        **metrics,
-        "lr": lr_factor * config.lr,
-    }
-    run.add_rows("progress.csv", [progress])
-    run.save()
-    print_progress(run, speed, score(returns, success))
+    # Meta-test and report; only in the first process.
+    if RANK == 0:
+        speed = run.steps_per_iteration / (time.monotonic() - began)
+        if run.iteration % config.eval_every == 0 or run.finished:
+            test_all_splits(run)
+        run.seconds += time.monotonic() - began
+        report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
 
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, last = run.agent, run.agent.test_episodes - 1  # the score is that of episode `last`
-    episodes = max(FINAL_EPISODES, last + 1) if run.finished else last + 1
+    agent, episodes = run.agent, run.agent.test_episodes
+    last = episodes - 1  # the score is that of this episode, in every meta-test
+    if run.finished:
+        episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
@@ -1137,7 +1131,8 @@ class Run:
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)  # fails now if it ever does
+        # Refuse a wrong --num-tasks now, not in the first iteration.
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1154,7 +1149,7 @@ class Run:
         self.folder = self.agent.folder = Path(folder)
         self.iteration = 0
         self.seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # their texts
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
         self.test_score = "-"
         self.test_table = ""
 
@@ -1163,7 +1158,7 @@ class Run:
         return self.iteration >= self.total_iterations
 
     @property
-    def hint(self):
+    def resume_hint(self):
         command = self.agent.command
         if WORLD_SIZE > 1:
             command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
@@ -1208,7 +1203,7 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_names:
         setattr(run, name, saved[name])
     if not run.finished:
-        return iterate(run)
+        return train_until_finished(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1271,13 +1266,26 @@ def table(returns, success, envs):
     return "\n".join(lines)
 
 
-def print_progress(run, speed, train_score):
-    """A live line in a terminal, plain lines in a pipe; at the end the table of the meta-test."""
-    steps = run.agent.trained_steps / 1e6
-    total = run.total_iterations * run.steps_per_iteration / 1e6
-    minutes, seconds = divmod(int((total / steps - 1) * run.seconds), 60)
-    line = f"{steps:.3f}/{total:.3f} M steps, {speed:,.0f}/s, {minutes}:{seconds:02d} left; "
-    line += f"return: test {run.test_score}, train {train_score}"
+def report(run, buffer, metrics, speed):
+    """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
+    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of this process
+    step, total = run.agent.trained_steps, run.total_iterations * run.steps_per_iteration
+    progress = {
+        "iteration": run.iteration,
+        "step": step,
+        "seconds": run.seconds,
+        "steps_per_second": speed,
+        "train_return": returns.mean(),
+        "train_success": success.mean(),
+    }
+    run.add_rows("progress.csv", [progress | metrics])
+    run.save()
+
+    # A live line in a terminal, plain lines in a pipe.
+    minutes, seconds = divmod(int((total / step - 1) * run.seconds), 60)
+    line = f"{step / 1e6:.3f}/{total / 1e6:.3f} M steps, {speed:,.0f}/s, "
+    line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
+    line += f"train {score(returns, success)}"
     if sys.stdout.isatty():
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
     print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
@@ -1376,7 +1384,7 @@ def make_parser(agent_class, env):
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
     group.add_argument("--split", help="with --eval: test (default), ood, or train as in training")
-    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
+    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
     either.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
@@ -1401,12 +1409,12 @@ def make_parser(agent_class, env):
 
 
 def parse(argv, agent_class=TrMRL):
-    """What was typed, as a dictionary. Reject flags that do not apply."""
+    """The flags that were typed, as a dictionary. Reject those that do not apply."""
     early = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
     early.add_argument("--env", default=agent_class.Config.env)
     parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
-    typed, unknown = parser.parse_known_args(argv)
-    typed = vars(typed)
+    args, unknown = parser.parse_known_args(argv)
+    args = vars(args)
     if unknown:
         name = unknown[0].split("=")[0]
         if name.replace("--no-", "--") in map(flag, agent_class.Config.unused):
@@ -1415,50 +1423,50 @@ def parse(argv, agent_class=TrMRL):
         raise UserError(f"unknown argument {name}{hint}; see --help")
 
     where, allowed = "without --eval", {f.name for f in fields(agent_class.Config)}
-    if "eval" in typed:
+    if "eval" in args:
         where, allowed = "with --eval", {"eval", "split", "episodes", "mean", "sample", "csv"}
         allowed |= {"device", "threads", "eval_tasks"}
-    elif "resume" in typed:
+    elif "resume" in args:
         where, allowed = "with --resume", {"resume", "device", "threads"}
-    if refused := sorted(typed.keys() - allowed):
+    if refused := sorted(args.keys() - allowed):
         raise UserError(f"{flag(refused[0])} cannot be used {where}")
-    return typed
+    return args
 
 
-def eval_command(path, typed, make_tasks, agent_class):
+def eval_command(path, args, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
-    episodes, split = typed.get("episodes", FINAL_EPISODES), typed.get("split", "test")
+    episodes, split = args.get("episodes", FINAL_EPISODES), args.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
-    agent = load_agent(path, typed.get("device", "auto"), agent_class)
-    num_tasks = typed.get("eval_tasks", agent.config.eval_tasks)
-    config = replace(agent.config, eval_tasks=num_tasks, threads=typed.get("threads", 1))
+    agent = load_agent(path, args.get("device", "auto"), agent_class)
+    num_tasks = args.get("eval_tasks", agent.config.eval_tasks)
+    config = replace(agent.config, eval_tasks=num_tasks, threads=args.get("threads", 1))
     check_config(config)
     torch.set_num_threads(config.threads or os.cpu_count())
     envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
-    sample = "sample" in typed or (envs.sample_at_test and "mean" not in typed)
+    sample = "sample" in args or (envs.sample_at_test and "mean" not in args)
     returns, success = meta_test(agent, envs, episodes, sample)
     rows = eval_rows(agent, split, sample, returns, success)
     title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
     print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
     print(table(returns, success, envs))
-    if "csv" in typed:
-        Path(typed["csv"]).write_text(csv_text(rows, header=True))
+    if "csv" in args:
+        Path(args["csv"]).write_text(csv_text(rows, header=True))
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     """Exit status: 0, 2 if the user can fix it, 1 if not, 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
-        typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
-        if "eval" in typed and WORLD_SIZE > 1:
+        args = parse(sys.argv[1:] if argv is None else argv, agent_class)
+        if "eval" in args and WORLD_SIZE > 1:
             raise UserError("--eval takes one process: start it without torchrun")
-        if "eval" in typed:
-            eval_command(typed.pop("eval"), typed, make_tasks, agent_class)
-        elif "resume" in typed:
-            resume(typed.pop("resume"), make_tasks, agent_class, **typed)
+        if "eval" in args:
+            eval_command(args.pop("eval"), args, make_tasks, agent_class)
+        elif "resume" in args:
+            resume(args.pop("resume"), make_tasks, agent_class, **args)
         else:
-            train(agent_class.Config(**typed), make_tasks, agent_class)
+            train(agent_class.Config(**args), make_tasks, agent_class)
     except KeyboardInterrupt:
         return 130
     except (UserError, OSError, torch.OutOfMemoryError) as error:
