@@ -18,8 +18,9 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at first.
+Sections 2 to 9 follow the paper; 0, 10 and 11 are machinery, which you can skip at first.
 
+     0. Errors and processes
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
      3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what a step sees
@@ -62,6 +63,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
+
+# ---- 0. Errors and processes ---------------------------------------------------------------------
 
 
 class UserError(Exception):
@@ -476,8 +479,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #     end of the row   -     -         ends                bootstrapped
 #
 # With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
-# trajectory continues into the next episode. The agent still sees only N steps, so this matters in
-# the first N - 1 steps of an episode only.
+# trajectory continues into the next episode. The agent still sees only N steps, so what it kept
+# matters in the first N - 1 steps of an episode only.
 
 
 class Buffer:
@@ -719,7 +722,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    test_episodes = 1  # episodes in a periodic meta-test; the score is that of the last one
+    test_episodes = 1  # episodes in a periodic meta-test; the last of them is scored, always
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -899,10 +902,10 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # one trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
 # longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
-# a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
-# we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5 of the value
-# loss, no entropy bonus, gradient clipping, learning rates that fall, a separate one for the value
-# head.
+# a fall ends it with value 0, otherwise the value of a new episode would follow it, and after the
+# last episode we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5
+# of the value loss, no entropy bonus, gradient clipping, learning rates that fall, a separate one
+# for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -983,7 +986,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Statistics never change within a batch. The first batch, without any, is only clamped.
+    # Not earlier: a batch is normalised by one set of statistics. The first is only clamped.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
