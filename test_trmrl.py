@@ -1126,7 +1126,7 @@ def run_job(log, job, *args):
     sys.exit(job(*args))
 
 
-def csv_rows(path, without=("seconds", "steps_per_second")):
+def csv_rows(path, without=("seconds", "cpu_seconds", "steps_per_second")):
     with open(path) as f:
         return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(f)]
 

@@ -1058,7 +1058,7 @@ def train_until_finished(run):
 def train_iteration(run):
     """Draw tasks, collect a trial of each and learn from them; then meta-test and report."""
     agent, config, envs = run.agent, run.agent.config, run.envs
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
         group["lr"] = lr_factor * initial["lr"]
@@ -1086,6 +1086,7 @@ def train_iteration(run):
         if run.iteration % config.eval_every == 0 or run.finished:
             test_all_splits(run)
         run.seconds += time.monotonic() - began
+        run.cpu_seconds += time.process_time() - cpu_began
         report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
 
 
@@ -1119,7 +1120,7 @@ VERSION = 2  # format of agent.pt and checkpoint.pt
 class Run:
     """The state of a run, and its files."""
 
-    saved_names = ("iteration", "seconds", "test_score", "csv")
+    saved_names = ("iteration", "seconds", "cpu_seconds", "test_score", "csv")
 
     def __init__(self, folder, config, make_tasks, agent_class):
         check_config(config)
@@ -1151,7 +1152,7 @@ class Run:
         self.optimizer = torch.optim.Adam(self.agent.parameter_groups(), eps=1e-5, fused=True)
         self.folder = self.agent.folder = Path(folder)
         self.iteration = 0
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
         self.test_score = "-"
         self.test_table = ""
@@ -1277,6 +1278,7 @@ def report(run, buffer, metrics, speed):
         "iteration": run.iteration,
         "step": step,
         "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
         "steps_per_second": speed,
         "train_return": returns.mean(),
         "train_success": success.mean(),
