@@ -180,7 +180,7 @@ def find_runs(folders):
             try:
                 runs.append(read_run(config.parent))
             except Exception as error:  # whatever a damaged file provokes
-                reason = trmrl.one_line(error)
+                reason = " ".join(str(error).split())[:200]
                 print(f"skipped {config.parent}: damaged ({reason})", file=sys.stderr)
     return runs
 
@@ -837,7 +837,7 @@ def photograph(models, positions, goals):
         return np.array([render(*each) for each in zip(models, positions, goals)])
     except Exception as error:  # whatever a missing library provokes
         needs = "film needs off-screen OpenGL, such as Debian's libegl1"
-        raise trmrl.UserError(f"{needs} ({trmrl.one_line(error)})") from None
+        raise trmrl.UserError(f"{needs} ({error})") from None
 
 
 def film(frames, values, captions, ylabel, targets=()):

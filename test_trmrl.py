@@ -380,7 +380,7 @@ def test_the_ratio_of_ppo_is_one_before_the_first_gradient_step(settings):
 def test_a_player_acts_as_collect_does_and_answers_the_same_twice():
     agent = make_agent()
     buffer, diary = play(agent, sample=False)
-    player = trmrl.Player(agent, num_tasks=8)
+    player = trmrl.Player(agent, num_envs=8)
     for t in range(60):
         mean, sampled = (player.act(diary["state"][:, t], sample) for sample in (False, True))
         assert np.array_equal(sampled, player.act(diary["state"][:, t], sample=True))
@@ -963,7 +963,7 @@ def test_only_the_training_of_reach_shows_the_object_elsewhere(monkeypatch):
 
     goals = np.zeros((1, 50, 7))
     goals[..., 1:] = [0.0, 0.65, 0.02, 0.05, 0.85, 0.02]
-    monkeypatch.setattr(trmrl, "metaworld_goals", lambda env: (["push-v3"], goals, goals))
+    monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (["push-v3"], goals, goals))
     seen = [trmrl.make_tasks("ml1_push", 1, 0, split).reset()[0] for split in ("train", "test")]
     np.testing.assert_array_equal(*seen)
 
@@ -1003,19 +1003,19 @@ def test_every_task_of_metaworld_has_a_name_and_ml45_has_45_classes_in_turn(monk
 
     monkeypatch.setattr(metaworld, "ML1", benchmark)
     monkeypatch.setattr(metaworld, "ML45", benchmark)
-    monkeypatch.setattr(trmrl, "metaworld_goals", trmrl.metaworld_goals.__wrapped__)
+    monkeypatch.setattr(trmrl, "metaworld_tasks", trmrl.metaworld_tasks.__wrapped__)
     for name in metaworld.ALL_V3_ENVIRONMENTS:
-        classes, *_ = trmrl.metaworld_goals("ml1_" + name.removesuffix("-v3").replace("-", "_"))
+        classes, *_ = trmrl.metaworld_tasks("ml1_" + name.removesuffix("-v3").replace("-", "_"))
         assert classes == [name]
 
     envs = trmrl.make_tasks("ml45_train", 90, seed=1)
-    goals = envs.train_goals
+    goals = envs.train_tasks
     assert len(envs.classes) == len(set(envs.classes)) == 45 and goals.shape == (45, 50, 7)
     assert envs.tasks[:, 0].tolist() == [*range(45)] * 2
     assert not (envs.tasks[:45] == envs.tasks[45:]).all(axis=1).any()
     assert all((goals[i % 45] == task).all(axis=1).any() for i, task in enumerate(envs.tasks))
     np.testing.assert_array_equal(envs.fixed_tasks("test", 90)[45:], goals[:, 1])
-    with pytest.raises(trmrl.UserError, match="a multiple of the 45 classes"):
+    with pytest.raises(trmrl.UserError, match="multiples of the 45 classes"):
         trmrl.make_tasks("ml45_train", 7)
 
 
@@ -1028,7 +1028,7 @@ def test_an_arm_of_ml45_is_of_its_class_and_meets_its_goal(monkeypatch):
         low = make()._random_reset_space.low
         goals[kind, :, 0] = kind
         goals[kind, :, 1 : 1 + len(low)] = low + 0.0005 * np.arange(50)[:, None]
-    monkeypatch.setattr(trmrl, "metaworld_goals", lambda env: (names, goals, goals))
+    monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (names, goals, goals))
     envs = trmrl.make_tasks("ml45_train", 4, 0, "test")
     for shift in (0, 2, 1):  # the same arms, with other goals; then of the other class
         envs.reset(options={"tasks": np.roll(envs.tasks, shift, axis=0)})
@@ -1126,7 +1126,7 @@ def run_job(log, job, *args):
     sys.exit(job(*args))
 
 
-def csv_rows(path, without=("seconds", "steps_per_second")):
+def csv_rows(path, without=("seconds", "cpu_seconds", "steps_per_second")):
     with open(path) as f:
         return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(f)]
 
@@ -1349,7 +1349,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_can_continue(points_run, tmp_
             line = one_line(cli(*flags(run_dir=folder)), status=1)
         finally:
             resource.setrlimit(limit, (soft, hard))
-    assert f"cannot write {folder} (" in line
+    assert "File too large" in line
     assert f"continue with: python trmrl.py --resume {folder}" in line
     # No file is ahead of the checkpoint.
     assert saved_iteration(folder) == len(csv_rows(folder / "progress.csv")) == 2
@@ -1440,7 +1440,7 @@ def test_a_nan_ends_a_run_with_advice_and_keeps_the_last_checkpoint(source, tmp_
 
     monkeypatch.setattr(owner, source, poisoned)
     before_third_save(monkeypatch, lambda: factor.append(factor.pop() * math.nan))
-    line = one_line(cli(*flags(run_dir=tmp_path / "run")), status=1)
+    line = one_line(cli(*flags(run_dir=tmp_path / "run")), status=2)
     assert "not finite" in line and "lower --lr" in line
     assert saved_iteration(tmp_path / "run") == len(csv_rows(tmp_path / "run/progress.csv")) == 3
     weights = trmrl.load_agent(tmp_path / "run").state_dict().values()
@@ -1455,28 +1455,6 @@ def test_too_little_memory_is_one_line_but_a_bug_has_a_traceback(tmp_path, monke
     monkeypatch.setattr(trmrl, "train_iteration", Mock(side_effect=bug))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         cli(*flags(run_dir=tmp_path / "bug"))
-
-
-def test_threads_serve_physics_and_learning_but_not_acting(tmp_path):
-    """The physics of a body has as many threads as PyTorch: see section 2."""
-    counts = collections.defaultdict(set)
-
-    class Counting(trmrl.TrMRL):
-        def act(self, buffer, t, sample):
-            counts["act"].add(torch.get_num_threads())
-            return super().act(buffer, t, sample)
-
-        def update(self, *args):
-            counts["update"].add(torch.get_num_threads())
-            return super().update(*args)
-
-    config = trmrl.Config(**SMALL_RUN, threads=2, run_dir=str(tmp_path / "run"))
-    agent = trmrl.train(config, make_any, Counting)
-    assert counts == {"act": {1}, "update": {2}}
-    agent.act = Mock(side_effect=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        trmrl.meta_test(agent, ShortPoints(1))
-    assert torch.get_num_threads() == 2, "an exception changes the number of threads"
 
 
 def test_import_does_nothing_and_is_cheap():
@@ -1523,10 +1501,12 @@ def test_any_config_trains_or_is_refused(tmp_path):
             assert len(csv_rows(tmp_path / str(i) / "progress.csv")) == 2
             outcomes.append((possible, "trained"))
         except trmrl.UserError as error:
-            assert "\n" not in str(error) and not (tmp_path / str(i)).exists()
+            assert "\n" not in str(error)
+            if "not finite" in str(error):  # it diverged
+                assert possible and picks["lr"] == 0.5
+                continue
+            assert not (tmp_path / str(i)).exists()
             outcomes.append((possible, "refused"))
-        except trmrl.RunError:  # it diverged
-            assert possible and picks["lr"] == 0.5
     assert set(outcomes) == {(True, "trained"), (False, "refused")}
     assert 4 < sum(possible for possible, _ in outcomes) < 26
 
@@ -1666,16 +1646,16 @@ def test_work_that_two_processes_cannot_share_is_refused(settings, tmp_path, mon
     monkeypatch.setattr(trmrl, "WORLD_SIZE", 2)
     monkeypatch.setattr(trmrl, "join_processes", lambda device: None)
     result = cli(*flags(**settings, run_dir=tmp_path / "run"))
-    assert "multiples of 2" in one_line(result, status=2) and not os.listdir(tmp_path)
+    assert "multiple of the 2 processes" in one_line(result, status=2) and not os.listdir(tmp_path)
 
 
 # ---- 4. The command line -------------------------------------------------------------------------
 
 ANSWERS = {
-    "--env walker": "halfcheetah_vel, ant_dir, ml1_reach",
+    "--env walker": "halfcheetah_vel, ant_dir, ml45_train, ml1_assembly",
     "--env halfcheeta_vel": "did you mean halfcheetah_vel?",
     "--env ml1_pusj": "did you mean ml1_push?",
-    "--env ml1_zzz": "known: ml1_assembly, ml1_basketball",
+    "--env ml1_zzz": "ml1_assembly, ml1_basketball",
     "--memroy-length 3": "did you mean --memory-length?",
     "halfcheetah_vel": "see --help",
     "--minibatch 999999": "exceeds the 8000 steps of a batch",

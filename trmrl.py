@@ -18,8 +18,9 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at first.
+Sections 2 to 9 follow the paper; 0, 10 and 11 are machinery, which you can skip at first.
 
+     0. Errors and processes
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
      3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what a step sees
@@ -29,24 +30,19 @@ Sections 2 to 9 follow the paper; 10 and 11 are machinery, which you can skip at
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Runs                starting, saving, resuming; several processes
+    10. Runs                saving, resuming and reporting
     11. Command line        flags, and errors that fit on one line
 
-By default every episode begins with an empty memory, as in Algorithm 1, so the E episodes of a
-trial are independent. With --keep-memory it is not cleared between them, as "Meta-Training" of Sec.
-5.1 suggests; the agent still sees only the last N steps. Other differences from the paper are noted
-where they occur; docs/differences.md lists all.
-
-Letters: a buffer has R rows of T steps, and a forward pass computes M steps, of any rows; N memory
-slots, L layers, E episodes per trial; S, A, k and d are the sizes of a state, an action, a task and
-a memory.
+Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: R
+rows of T steps in a buffer; M steps, from any rows, in a forward pass; N memory slots, L layers, E
+episodes per trial; S, A, k and d are the sizes of a state, an action, a task and a memory.
 """
 
 import argparse
 import atexit
-import contextlib
 import difflib
 import functools
+import io
 import json
 import math
 import os
@@ -68,6 +64,19 @@ from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
 
+# ---- 0. Errors and processes ---------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """An error the user can fix; the command line prints it as one line."""
+
+
+def did_you_mean(name, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 # With torchrun each process has its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
 # this is process 0 of 1, and sums over processes do nothing.
@@ -75,27 +84,39 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
+def sum_over_processes(x):
+    """Replace x by its sum over all processes."""
+    if WORLD_SIZE > 1:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise ConnectionError(f"process {RANK} lost the others ({error})") from None
+    return x
+
+
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
+
+
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
 # Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
+#
+# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, N = 40 and E = 1 (the
+# paper: E = 2). The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel,
+# more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
 
-# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, E = 1 (the paper: 2).
-# The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel, more layers and
-# N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-METAWORLD = dict(
-    episodes_per_trial=1,
-    memory_length=40,
-    layers=1,
-    init_std=0.7,
-    gamma=0.98,
-    gae_lambda=0.95,
-    lr=3e-4,
-)
+ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
+METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -107,10 +128,6 @@ PRESETS = {
 def setting(group, default, help, low=0, high=10**9):
     """A field of Config: its group in --help, its default, its meaning and its bounds."""
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
-
-
-# Fields that a baseline with another memory than the transformer does not use.
-MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
 
 
 @dataclass
@@ -127,9 +144,7 @@ class Config:
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
     num_tasks: int = setting("training", None, "tasks per iteration, across all processes", low=1)
-    episodes_per_trial: int = setting(
-        "training", None, "E, episodes per trial; a fall adds another", low=1
-    )
+    episodes_per_trial: int = setting("training", None, "E, episodes per trial", low=1)
     eval_every: int = setting("training", None, "iterations between meta-tests", low=1)
     eval_tasks: int = setting("training", None, "tasks per meta-test", low=1)
 
@@ -138,14 +153,10 @@ class Config:
     heads: int = setting("agent", 4, "attention heads per layer", low=1)
     d_model: int = setting("agent", 64, "d, size of a memory", low=2)
     tfixup: bool = setting("agent", True, "T-Fixup; without it, layer norm and plain Xavier")
-    keep_memory: bool = setting(
-        "agent", False, "keep memories across the episodes of a trial; E > 1"
-    )
+    keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-    gamma: float = setting(
-        "PPO", None, "discount factor, below 1: rewards are scaled by 1 - gamma", high=0.9999
-    )
+    gamma: float = setting("PPO", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
@@ -156,8 +167,8 @@ class Config:
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        env = str(self.env)  # a wrong type is reported by check_config
-        family = env if env in self.presets else env.split("_")[0]  # ml1_push: ml1
+        # ml1_push has the preset of ml1.
+        family = self.env if self.env in self.presets else self.env.split("_")[0]
         # A family of your own starts from the preset of the half-cheetah.
         preset = self.presets.get(family, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
@@ -166,31 +177,35 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """E rows of one episode each or, with --keep-memory, one row of E episodes."""
+        """Rows of the buffer per task: one for each episode or, with --keep-memory, one in all."""
         return 1 if self.keep_memory else self.episodes_per_trial
+
+    @property
+    def episodes_per_row(self):
+        return self.episodes_per_trial // self.rows_per_task
 
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
-# The tasks of a family share a robot and differ in a hidden goal (on MetaWorld also in the object
-# or its place), which the agent must infer from its rewards. All tasks of a batch are stepped
-# together, as one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths
-# of half-cheetah and ant are those of the author's release, without the ant's tiny contact cost.
+# The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
+# its rewards; on MetaWorld also in the objects and their places, which it sees. A batch of tasks is
+# one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
+# half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Their
+# observations are positions and velocities of the joints, as in Gymnasium, without contact forces.
 
 
 class TaskFamily(VectorEnv):
     """A batch of environments, one for each of `tasks` (num_envs, k).
 
-    To add a family, subclass it and define:
+    To add a family, subclass it and define the following. Set what sample_tasks and fixed_tasks
+    need before super().__init__, which calls one of them. Then pass train a function like
+    make_tasks below.
 
         sample_tasks(rng, n)   n random training tasks, (n, k)
         fixed_tasks(split, n)  n tasks of another split, (n, k)
         begin(mask)            start an episode where the mask is true; draw from self.np_random
         advance(actions)       one step, actions in [-1, 1]; returns reward, terminated, info
         observation()          what the agent sees, (num_envs, state_size)
-
-    __init__ calls one of the first two: set what they need before super().__init__. Then pass train
-    a function like make_tasks below.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -199,21 +214,20 @@ class TaskFamily(VectorEnv):
     episode_length = 200
     sample_at_test = False  # whether a meta-test samples actions or takes their means
 
-    def __init__(self, num_tasks, seed, split, state_size, action_size):
+    def __init__(self, num_envs, seed, split, state_size, action_size):
         if split not in self.splits:
             raise UserError(f"this family has no split {split!r}, only {', '.join(self.splits)}")
         Box = gymnasium.spaces.Box
-        self.num_envs = num_tasks
+        self.num_envs = num_envs
         self.single_observation_space = Box(-np.inf, np.inf, (state_size,), np.float32)
         self.single_action_space = Box(-1.0, 1.0, (action_size,), np.float32)
-        self.observation_space = batch_space(self.single_observation_space, num_tasks)
-        self.action_space = batch_space(self.single_action_space, num_tasks)
-        self.elapsed = np.zeros(num_tasks, dtype=int)  # steps since the episode began
-        if split == "train":
-            # For other callers: training draws new ones in every iteration.
-            self.tasks = self.sample_tasks(np.random.default_rng(seed), num_tasks)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
+        if split == "train":  # meta-training replaces these in every iteration
+            self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
-            self.tasks = self.fixed_tasks(split, num_tasks)
+            self.tasks = self.fixed_tasks(split, num_envs)
         self.sizes = (state_size, action_size, self.tasks.shape[1])
 
     def reset(self, *, seed=None, options=None):
@@ -247,16 +261,16 @@ class MujocoFamily(TaskFamily):
     frame_skip = 5  # physics steps per environment step
     hidden_qpos = 1  # leading entries of qpos that the agent does not see: x, or x and y
 
-    def __init__(self, num_tasks, seed=0, split="train"):
+    def __init__(self, num_envs, seed=0, split="train"):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # --threads sets it
+        threads = torch.get_num_threads()  # set by --threads, see Run and eval_command
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
-        self.physics = np.zeros((num_tasks, size))
-        super().__init__(num_tasks, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
+        self.physics = np.zeros((num_envs, size))
+        super().__init__(num_envs, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
 
     def begin(self, mask):
         """Start near the resting pose, with the noise of Gymnasium's own environments."""
@@ -312,10 +326,7 @@ class HalfCheetahVel(MujocoFamily):
 
 
 class AntDir(MujocoFamily):
-    """Run forward (+1) or backward (-1) without falling.
-
-    There are only two tasks. A meta-test repeats them from different initial states.
-    """
+    """Run forward (+1) or backward (-1) without falling. A meta-test repeats these two tasks."""
 
     xml = "ant.xml"
     hidden_qpos = 2
@@ -332,40 +343,34 @@ class AntDir(MujocoFamily):
 
     def reward(self, x_velocity, actions):
         effort = 0.5 * np.square(actions).sum(axis=1)
-        return self.tasks[:, 0] * x_velocity - effort + self.healthy()
+        survival = 1.0 * self.healthy()
+        return self.tasks[:, 0] * x_velocity - effort + survival
 
 
 @functools.cache
-def metaworld_goals(env):
-    """MetaWorld's own goals: the names of the classes, training goals and test goals.
+def metaworld_tasks(env):
+    """The names of the classes of MetaWorld's benchmark, its training tasks and its test tasks.
 
-    The benchmark draws them with seed 0, so they are the same in every run. Goals are (classes, 50,
-    7): the number of the class, then MetaWorld's rand_vec, which holds the position of the goal and
-    often that of the object, padded with zeros.
+    Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
+    position of the goal and often that of the object, padded with zeros. The paper used v2.
     """
     import metaworld  # takes a second
 
-    name = env.removeprefix("ml1_").replace("_", "-") + "-v3"  # ml1_push: push-v3 (the paper: v2)
     if env == "ml45_train":
-        benchmark = metaworld.ML45(seed=0)
+        benchmark = metaworld.ML45(seed=0)  # the seed fixes the tasks
         splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
-    elif name in metaworld.ALL_V3_ENVIRONMENTS:
-        benchmark = metaworld.ML1(name, seed=0)
-        splits = (benchmark.train_tasks, benchmark.test_tasks)
     else:
-        names = [
-            "ml1_" + known.removesuffix("-v3").replace("-", "_")
-            for known in metaworld.ALL_V3_ENVIRONMENTS
-        ]
-        raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
-
+        name = env.removeprefix("ml1_").replace("_", "-")
+        benchmark = metaworld.ML1(f"{name}-v3", seed=0)
+        splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
-    goals = np.zeros((2, len(classes), 50, 7))
-    for split, tasks in enumerate(splits):
-        for i, task in enumerate(tasks):  # sorted by class, 50 goals each
-            goal = [classes.index(task.env_name), *pickle.loads(task.data)["rand_vec"]]
-            goals[split, goal[0], i % 50, : len(goal)] = goal
-    return classes, *goals
+    tasks = np.zeros((2, len(classes), 50, 7))
+    for split_id, split in enumerate(splits):
+        for i, task in enumerate(split):  # sorted by class, 50 of each
+            class_id = classes.index(task.env_name)
+            rand_vec = pickle.loads(task.data)["rand_vec"]
+            tasks[split_id, class_id, i % 50, : 1 + len(rand_vec)] = [class_id, *rand_vec]
+    return classes, *tasks
 
 
 class MetaWorldFamily(TaskFamily):
@@ -373,33 +378,34 @@ class MetaWorldFamily(TaskFamily):
 
     sample_at_test = True
 
-    def __init__(self, env, num_tasks, seed=0, split="train"):
-        self.classes, self.train_goals, self.test_goals = metaworld_goals(env)
-        # MetaWorld's episodes have 500 steps; training uses 300, to see more tasks.
+    def __init__(self, env, num_envs, seed=0, split="train"):
+        self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
+        # MetaWorld's episodes have 500 steps; our training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object plays no part, but its position tells which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
         # Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
-        self.object_offset = np.zeros((num_tasks, 39))
-        self.raw_observation = np.zeros((num_tasks, 39))
-        self.arms = [None] * num_tasks
-        super().__init__(num_tasks, seed, split, state_size=39, action_size=4)
+        self.object_offset = np.zeros((num_envs, 39))
+        self.raw_observation = np.zeros((num_envs, 39))
+        self.arms = [None] * num_envs
+        super().__init__(num_envs, seed, split, state_size=39, action_size=4)
 
     def sample_tasks(self, rng, n):
-        # One random order of the 50 goals, the same for all classes.
-        return self.goals_in_turn(rng.permutation(self.train_goals, axis=1), n)
+        # One random order of the 50 tasks, the same for all classes.
+        return self.tasks_in_turn(rng.permutation(self.train_tasks, axis=1), n)
 
     def fixed_tasks(self, split, n):
-        return self.goals_in_turn(self.test_goals, n)
+        return self.tasks_in_turn(self.test_tasks, n)
 
-    def goals_in_turn(self, goals, n):
-        """The first goal of each class in turn, then the second, until there are n."""
-        if n % len(self.classes):
-            classes = len(self.classes)
-            raise UserError(f"{n} tasks (per process) are not a multiple of the {classes} classes")
-        turn, class_id = divmod(np.arange(n), len(self.classes))  # 3 classes: 000111 and 012012
-        return goals[class_id, turn % 50]
+    def tasks_in_turn(self, tasks, n):
+        """The first task of each class in turn, then the second, until there are n."""
+        num_classes = len(self.classes)
+        if n % num_classes:
+            where = "--num-tasks (per process) and --eval-tasks"
+            raise UserError(f"{where} must be multiples of the {num_classes} classes")
+        turn, class_id = divmod(np.arange(n), num_classes)  # 3 classes: 000111 and 012012
+        return tasks[class_id, turn % 50]
 
     def begin(self, mask):
         import metaworld
@@ -409,10 +415,10 @@ class MetaWorldFamily(TaskFamily):
             arm_class = metaworld.ALL_V3_ENVIRONMENTS[name]
             if type(self.arms[i]) is not arm_class:
                 self.arms[i] = arm_class()
-            goal_size = len(self.arms[i]._random_reset_space.low)  # the rest is padding
-            goal = self.tasks[i, 1 : 1 + goal_size]
+            size = len(self.arms[i]._random_reset_space.low)  # the rest of the task is padding
+            rand_vec = self.tasks[i, 1 : 1 + size]
             # Partially observable: the goal is hidden from the agent.
-            task = {"rand_vec": goal, "env_cls": arm_class, "partially_observable": True}
+            task = {"rand_vec": rand_vec, "env_cls": arm_class, "partially_observable": True}
             self.arms[i].set_task(metaworld.Task(name, pickle.dumps(task)))
             self.raw_observation[i], _ = self.arms[i].reset()
             # The object's position is at 4:7, and that of the previous frame at 22:25.
@@ -441,15 +447,20 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
     """Environments of `num_tasks` tasks: drawn by `seed` (train) or fixed (test, ood)."""
     if env in FAMILIES:
         return FAMILIES[env](num_tasks, seed, split)
-    if env == "ml45_train" or env.startswith("ml1_"):
+    import metaworld
+
+    arms = [name.removesuffix("-v3").replace("-", "_") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    names = ["ml45_train", *(f"ml1_{arm}" for arm in arms)]
+    if env in names:
         return MetaWorldFamily(env, num_tasks, seed, split)
-    raise UserError(f"unknown env {env!r}{did_you_mean(env, ENVS)}; there are: {', '.join(ENVS)}")
+    names = [*FAMILIES, *names]
+    raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
 
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
-# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as
-# received (only PPO scales it); phi maps it to a working memory. At step t the agent sees the
+# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as received
+# (only PPO scales it); phi (section 5) maps it to a working memory. At step t the agent sees the
 # tokens of the last N steps, t included. The action, reward and eta of step t are not known yet:
 # they are PAD, zero.
 #
@@ -459,8 +470,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. A fall ends an episode early; the next one then begins at once, in the same row, which may
-# then end in the middle of an episode. What an ending does:
+# row. Where an episode ends early (we call it a fall), another one begins at once, in the same row,
+# which may then end in the middle of an episode. What an ending does:
 #
 #                      eta   memory    trajectory of PPO   value of the next state
 #     fall             1     cleared   ends                0
@@ -468,7 +479,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #     end of the row   -     -         ends                bootstrapped
 #
 # With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
-# trajectory continues into the next episode.
+# trajectory continues into the next episode. The agent still sees only N steps, so what it kept
+# matters in the first N - 1 steps of an episode only.
 
 
 class Buffer:
@@ -489,54 +501,60 @@ class Buffer:
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
         self.memory_start = zeros(R, T + 1, dtype=torch.long)  # where the memory of a step begins
-        self.observation = zeros(R, T + 1, S)  # the state before it is normalised
-        self.stored = {}  # what baselines remember instead, such as a recurrent state
 
-        # Actions and predictions. Noise is drawn in advance: an agent that is asked twice gives the
-        # same answer twice.
+        # The states before they are normalised, for the statistics of the normalizer.
+        self.observation = zeros(R, T + 1, S)
+
+        # Actions and predictions. Noise is drawn in advance, so that asking an agent twice for the
+        # same step, as a user's own loop may do, gives the same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory (section 7) ends: at a fall, a time limit or the end of the row.
+        # Where a trajectory of PPO ends, see above.
         self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
         self.ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # there: value of the state that follows, 0 after a fall
 
-        self.task = None  # (R, k), for a baseline that is told the task
-        self.info = {}  # arrays (R, T): success, x_velocity, diverged
+        # For analysis: arrays (R, T) such as success, x_velocity and diverged.
+        self.info = {}
 
-    def tensor(self, x):
+        # For baselines: the task (R, k), and what they remember instead, such as a recurrent state.
+        self.task = None
+        self.stored = {}
+
+    def to_device(self, x):
+        """A NumPy array as a tensor on the device of the buffer."""
         return torch.as_tensor(x).to(self.token.device)
 
     def write_state(self, t, observation, normalizer):
         """Write the observations (R, S) of step t."""
-        self.observation[:, t] = self.tensor(observation)
+        self.observation[:, t] = self.to_device(observation)
         self.state[:, t] = normalizer(self.observation[:, t])
 
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
 
-        An episode succeeds if any of its steps does; NaN if the family has no success.
+        An episode succeeds if any of its steps does (the paper does not say); NaN if the family has
+        no success.
         """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
         done = self.eta.cpu().numpy() > 0
         episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        row, step = np.nonzero(episode < episodes)
-
-        returns, successes = np.zeros((2, len(reward), episodes))
-        np.add.at(returns, (row, episode[row, step]), reward[row, step])
-        np.maximum.at(successes, (row, episode[row, step]), success[row, step])
-        return returns, successes
+        returns, successes = [], []
+        for i in range(episodes):
+            returns.append(np.where(episode == i, reward, 0.0).sum(axis=1))
+            successes.append(np.where(episode == i, success, 0.0).max(axis=1))
+        return np.stack(returns, axis=1), np.stack(successes, axis=1)
 
 
 def window(buffer, row, t, N):
     """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
 
     Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
-    Algorithm 1 pads on the left, does not mask the padding, and reads the last slot. We fill the
+    Algorithm 1 pads on the left, has no mask for the padding, and reads the last slot. We fill the
     first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
     after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
     for an empty slot:
@@ -547,27 +565,30 @@ def window(buffer, row, t, N):
         t = 10: 8 9 10   current slot 2
     """
     oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
-    current = t - oldest
+    current_slot = t - oldest
     slot = torch.arange(N, device=t.device)
     step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
     tokens = buffer.token[row[:, None], step]
 
-    # PAD: blank the action, the reward and eta of the current step and of empty slots.
-    blank = slot >= current[:, None]
-    tokens[..., buffer.state.shape[-1] :].masked_fill_(blank[..., None], 0.0)
-    return tokens, current
+    # PAD: blank the action, the reward and eta of the current step and of empty slots, in `tokens`
+    # only: indexing has made a copy.
+    S = buffer.state.shape[-1]
+    blank = slot >= current_slot[:, None]
+    tokens[..., S:].masked_fill_(blank[..., None], 0.0)
+    return tokens, current_slot
 
 
 # ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
 #
-# e^0 are the working memories, and each layer refines them (Eq. 6). alpha says how relevant each
-# memory is to the query (Eq. 4); mu, the values weighted by alpha, represents the task (Eq. 3 and
-# 5; W is the value projection). It is the consensus of Theorem 1, which assumes memories of unit
-# norm; nothing here enforces that.
+# e^0 are the working memories plus positions (which Algorithm 1 omits), and each layer refines them
+# (Eq. 6). alpha says how relevant each memory is to the query (Eq. 4); mu, the values weighted by
+# alpha, represents the task (Eq. 3 and 5; W is the value projection). mu is the consensus of
+# Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
 # is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, and Eq. 4 and 5 have
-# slips in their indices and divide by sqrt(d) outside the softmax.
+# slips in their indices and divide by sqrt(d) outside the softmax. App. E does not say what takes
+# the place of T-Fixup; with --no-tfixup we use layer normalisation after each residual.
 
 
 def sinusoids(N, d):
@@ -599,16 +620,19 @@ class Layer(nn.Module):
         self.norm1 = nn.LayerNorm(d) if layer_norm else nn.Identity()
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
-    def forward(self, x, e, visible):
-        """Refine x (M, n, d), all memories or the current one, by attending to e (M, N, d)."""
-        q, k, v = self.query(x), self.key(e), self.value(e)
+    def forward(self, queries, memories, visible):
+        """Refine the queries (M, n, d), all memories or the current one, by the memories (M, N, d).
+
+        `visible`, broadcast to (M, heads, n, N), is true where a query may look.
+        """
+        q, k, v = self.query(queries), self.key(memories), self.value(memories)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
         # computes both in one call.
         mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, n, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
-        h = self.norm1(x + self.out(mu))
+        h = self.norm1(queries + self.out(mu))
         return self.norm2(h + self.ff2(F.relu(self.ff1(h))))
 
 
@@ -626,8 +650,8 @@ class Transformer(nn.Module):
                 for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
                     linear.weight.data *= 0.67 * layers**-0.25
 
-    def forward(self, e, current):
-        """e (M, N, d), current (M,) -> (M, d)."""
+    def forward(self, e, current_slot):
+        """e (M, N, d), current_slot (M,) -> (M, d)."""
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
         # Slot i sees the slots j <= i. Empty slots come after the current one: it never sees them.
@@ -636,8 +660,8 @@ class Transformer(nn.Module):
             e = layer(e, e, causal)
 
         # The policy reads the current slot only: in the last layer it is the only query.
-        query = e[torch.arange(M, device=e.device), current][:, None]  # (M, 1, d)
-        visible = causal[current][:, None, None]  # (M, 1, 1, N)
+        query = e[torch.arange(M, device=e.device), current_slot][:, None]  # (M, 1, d)
+        visible = causal[current_slot][:, None, None]  # (M, 1, 1, N)
         return self.layers[-1](query, e, visible)[:, 0]
 
 
@@ -646,22 +670,7 @@ class Transformer(nn.Module):
 # Agent is what TrMRL and the baselines share: a normalizer, and a policy head and a value head that
 # read the same vector e. A subclass says how `recall` computes e from what the agent has seen.
 # Because both heads share it, learning values also teaches `recall` to identify the task. The paper
-# does not describe a value function, the form of the heads, normalisation, learning rates or
-# gradient clipping: these are ours.
-
-
-def sum_over_processes(x):
-    if WORLD_SIZE > 1:
-        dist.all_reduce(x)
-    return x
-
-
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
+# does not describe a value function, the form of the heads or how to normalise states: all ours.
 
 
 class RunningStats(nn.Module):
@@ -677,7 +686,7 @@ class RunningStats(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
     def update(self, x):
-        """Merge the rows of x (M, size), of all processes."""
+        """Merge the rows of x (M, size), of all processes, by Chan's formula."""
         mean, var = moments(x)
         n = len(x) * WORLD_SIZE
         self.count += n
@@ -713,7 +722,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    test_episodes = 1  # episodes in a periodic meta-test; the score is that of the last one
+    test_episodes = 1  # episodes in a periodic meta-test; the last of them is scored, always
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -783,7 +792,8 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        if config.tfixup:  # Sec. 3.3: std d^(-1/2). The other factor is in the T-Fixup paper only.
+        # Sec. 3.3: N(0, d^(-1/2)), read as a std. The factor (9 L)^(-1/4) is in the T-Fixup paper.
+        if config.tfixup:
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -792,19 +802,19 @@ class TrMRL(Agent):
 
     def recall(self, buffer, row, t):
         """The episodic memory e^L of step t of each row, (M, d)."""
-        tokens, current = window(buffer, row, t, self.config.memory_length)
+        tokens, current_slot = window(buffer, row, t, self.config.memory_length)
         e0 = self.phi(tokens) + self.positions  # (M, N, d): working memories and positions
-        return self.transformer(e0, current)
+        return self.transformer(e0, current_slot)
 
 
 # ---- 6. Collecting trials (Algorithm 1, App. G) --------------------------------------------------
 #
-# One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments quote
+# One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments follow
 # Algorithm 1: B is the buffer, and D is what the agent sees of it.
 
 
 class Player:
-    """An agent that plays R tasks at once, NumPy in and out. An episode:
+    """An agent that plays in R environments at once, NumPy in and out. An episode:
 
         player = Player(agent, envs.num_envs)
         observation, _ = envs.reset(seed=0)
@@ -816,15 +826,15 @@ class Player:
     It plays at most max_steps steps. Where an episode ends early, reset as `collect` does.
     """
 
-    def __init__(self, agent, num_tasks, max_steps=10_000, seed=0):
+    def __init__(self, agent, num_envs, max_steps=10_000, seed=0):
         self.agent = agent
         generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
-        self.buffer = agent.new_buffer(num_tasks, max_steps, generator)  # initialise B
+        self.buffer = agent.new_buffer(num_envs, max_steps, generator)  # initialise B
         self.t = 0
 
     @torch.no_grad()
     def act(self, observation, sample=False):
-        """Actions for the observations s_t (R, S). Asking twice gives the same answer twice."""
+        """Actions (R, A), not clipped, for the observations s_t (R, S)."""
         buffer, t = self.buffer, self.t
         buffer.write_state(t, observation, self.agent.normalizer)
         # D <- the N - 1 most recent transitions of B and (s_t, PAD, PAD, PAD); compute the working
@@ -841,47 +851,34 @@ class Player:
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
-        buffer.reward[:, t] = buffer.tensor(reward)
-        buffer.terminated[:, t] = buffer.tensor(terminated)
-        buffer.write_state(
-            t + 1, observation, self.agent.normalizer
-        )  # after a reset act replaces it
+        buffer.reward[:, t] = buffer.to_device(reward)
+        buffer.terminated[:, t] = buffer.to_device(terminated)
+        # Where the environment is reset, `act` replaces this state by the first of the new episode.
+        buffer.write_state(t + 1, observation, self.agent.normalizer)
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
-        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. We ask
-        # before eta_t is written and the memory cleared, as if the episode went on.
+        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. It is
+        # computed before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
-        buffer.ends[:, t] = buffer.tensor(ends)
+        buffer.ends[:, t] = buffer.to_device(ends)
         if (ends & ~terminated).any():
             _, _, value = self.agent.act(buffer, t + 1, sample=False)
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
         # Write eta_t. Where an episode ended, the next steps no longer see this one.
-        done = buffer.tensor(terminated | truncated)
+        done = buffer.to_device(terminated | truncated)
         buffer.eta[:, t] = done
         if clear_memory:
             buffer.memory_start[done, t + 1 :] = t + 1
         self.t += 1
 
 
-@contextlib.contextmanager
-def one_thread():
-    """The policy is too small for several threads: they would compete with those of the physics."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def collect(agent, envs, tasks, steps, sample, seed):
     """Play `steps` steps of each of the tasks (num_envs, k), all at once; returns the Buffer."""
     env_seed, noise_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
     player = Player(agent, envs.num_envs, steps, noise_seed)
-    player.buffer.task = player.buffer.tensor(np.asarray(tasks, dtype=np.float32))
+    player.buffer.task = player.buffer.to_device(np.asarray(tasks, dtype=np.float32))
     infos = []
 
     observation, _ = envs.reset(seed=env_seed, options={"tasks": tasks})
@@ -905,9 +902,10 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # one trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
 # longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
 # as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
-# a fall ends it with value 0, otherwise falling would buy a fresh start, and after the last episode
-# we bootstrap. Also ours: scaled rewards, standardised advantages, the weight 0.5 of the value
-# loss, no entropy bonus, learning rates that fall.
+# a fall ends it with value 0, otherwise the value of a new episode would follow it, and after the
+# last episode we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5
+# of the value loss, no entropy bonus, gradient clipping, learning rates that fall, a separate one
+# for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -956,19 +954,14 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     return policy_loss + 0.5 * value_loss, metrics
 
 
-def average_gradients(agent):
-    """Replace each gradient by its mean across all processes, in one message."""
-    if WORLD_SIZE > 1:
-        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
-
-
 def gradient_step(agent, optimizer, loss):
     """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
     loss.backward()
-    average_gradients(agent)
+    if WORLD_SIZE > 1:  # average the gradients over all processes, in one flat message
+        gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
     norm = nn.utils.clip_grad_norm_(agent.parameters(), agent.config.max_grad_norm)
     optimizer.step()
     return norm
@@ -982,17 +975,24 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = agent.log_prob(mean, buffer.action[row, t])
-            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
+            loss, metrics = ppo_loss(
+                log_prob,
+                value,
+                old_log_prob=buffer.log_prob[row, t],
+                advantage=advantage[row, t],
+                value_target=value_target[row, t],
+                clip=agent.config.clip,
+            )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
-            history.append(torch.stack(list(metrics.values())))
+            history.append(metrics)
 
-    # After learning, so that the whole batch was normalised alike.
+    # Not earlier: a batch is normalised by one set of statistics. The first is only clamped.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
-    means = sum_over_processes(torch.stack(history).mean(dim=0)) / WORLD_SIZE
-    return dict(zip(metrics, means.tolist())) | {
+    values = torch.stack([torch.stack(list(metrics.values())) for metrics in history])
+    means = sum_over_processes(values.mean(dim=0)) / WORLD_SIZE
+    return dict(zip(history[0], means.tolist())) | {
         "updates": len(history),
         "explained_variance": 1 - (error_var / (target_var + 1e-8)).item(),
         "std": agent.log_std.exp().mean().item(),
@@ -1001,16 +1001,17 @@ def ppo_update(agent, buffer, optimizer, generator):
 
 # ---- 8. Meta-testing (Sec. 5.1, 5.2) -------------------------------------------------------------
 #
-# Frozen weights, and test tasks that are the same for every agent and seed. Without --keep-memory
-# the agent adapts anew in every episode; episodes differ only in initial states and sampled
-# actions. Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
+# Weights are frozen. Test tasks are the same for every agent and seed; they are new, except on
+# AntDir, which has only two tasks, and on ML45-Train (App. B). Without --keep-memory the agent
+# adapts anew in every episode; episodes differ only in initial states and sampled actions.
+# Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
 
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
-    """Run consecutive episodes of each task; returns and successes, (tasks, episodes) each."""
+    """Play consecutive episodes of each task: two arrays (tasks, episodes), return and success."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
@@ -1027,42 +1028,37 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
     default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
-    folder = Path(str(config.run_dir or default))
+    folder = Path(config.run_dir or default)
     # Only process 0 looks: the others might see the folder that it creates.
     if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return run_iterations(Run(folder, config, make_tasks, agent_class))
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
 
 
-def run_iterations(run):
-    """Iterate until the run is finished; if it is interrupted, say how to continue it."""
+def train_until_finished(run):
+    """Train until the run is finished; if it is interrupted, say how to continue it."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+    if RANK == 0:
+        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
+        print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+        print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
+        run.save()  # creates the folder, or brings all files back to the checkpoint
     try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-            print(where, flush=True)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
         while not run.finished:
             train_iteration(run)
     except KeyboardInterrupt:
         if RANK == 0:
-            print(f"\nstopped; {run.hint}", file=sys.stderr)
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
-    except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # gloo has no error class
-        if not lost:
-            raise
-        reason = f"process {RANK} lost the others ({one_line(error)})"
-        raise RunError(f"{reason}; {run.hint}") from None
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        raise OSError(f"{error}; {run.resume_hint}") from None
     return run.agent
 
 
 def train_iteration(run):
-    """Draw tasks, collect a trial of each, learn; periodically, and at the end, meta-test."""
+    """Draw tasks, collect a trial of each and learn from them; then meta-test and report."""
     agent, config, envs = run.agent, run.agent.config, run.envs
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
         group["lr"] = lr_factor * initial["lr"]
@@ -1073,54 +1069,41 @@ def train_iteration(run):
     rng = np.random.default_rng(task_seed)
     tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
     tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
-    episodes_per_row = config.episodes_per_trial // config.rows_per_task
-    steps = episodes_per_row * envs.episode_length
+    steps = config.episodes_per_row * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
     # Learn from them.
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise RunError("a loss or a gradient is not finite; start a new run with a lower --lr")
-    speed = run.steps_per_iteration / (time.monotonic() - began)
+        raise UserError("a loss or a gradient is not finite; start a new run with a lower --lr")
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
 
-    # Meta-test, save and report; only in the first process.
-    if RANK > 0:
-        return
-    if run.iteration % config.eval_every == 0 or run.finished:
-        test_all_splits(run)
-    run.seconds += time.monotonic() - began
-    returns, success = buffer.episode_results(episodes_per_row)  # of this process
-    progress = {
-        "iteration": run.iteration,
-        "step": agent.trained_steps,
-        "seconds": run.seconds,
-        "steps_per_second": speed,
-        "train_return": returns.mean(),
-        "train_success": success.mean(),
-        **metrics,
-        "lr": lr_factor * config.lr,
-    }
-    run.add_rows("progress.csv", [progress])
-    run.save()
-    print_progress(run, speed, score(returns, success))
+    # Meta-test and report; only in the first process.
+    if RANK == 0:
+        speed = run.steps_per_iteration / (time.monotonic() - began)
+        if run.iteration % config.eval_every == 0 or run.finished:
+            test_all_splits(run)
+        run.seconds += time.monotonic() - began
+        run.cpu_seconds += time.process_time() - cpu_began
+        report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
 
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    scored_episode = run.agent.test_episodes
-    episodes = max(FINAL_EPISODES, scored_episode) if run.finished else scored_episode
+    agent, episodes = run.agent, run.agent.test_episodes
+    last = episodes - 1  # the score is that of this episode, in every meta-test
+    if run.finished:
+        episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
-        returns, success = meta_test(run.agent, envs, episodes)
-        rows = eval_rows(run.agent, split, envs.sample_at_test, returns, success)
+        returns, success = meta_test(agent, envs, episodes)
+        run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
         if run.finished and envs.sample_at_test:
-            result = meta_test(run.agent, envs, episodes, sample=False)
-            rows += eval_rows(run.agent, split, False, *result)
-        run.add_rows("eval.csv", rows)
+            result = meta_test(agent, envs, episodes, sample=False)
+            run.add_rows("eval.csv", eval_rows(agent, split, False, *result))
         if split == "test":
-            run.test_score = score(returns[:, scored_episode - 1], success[:, scored_episode - 1])
+            run.test_score = score(returns[:, last], success[:, last])
             run.test_table = table(returns, success, envs)
 
 
@@ -1137,7 +1120,7 @@ VERSION = 2  # format of agent.pt and checkpoint.pt
 class Run:
     """The state of a run, and its files."""
 
-    saved_names = ("iteration", "seconds", "test_score", "csv")
+    saved_names = ("iteration", "seconds", "cpu_seconds", "test_score", "csv")
 
     def __init__(self, folder, config, make_tasks, agent_class):
         check_config(config)
@@ -1145,12 +1128,14 @@ class Run:
         device = pick_device(config.device)
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
-        if config.num_tasks % WORLD_SIZE or config.minibatch % WORLD_SIZE:
-            raise UserError(f"--num-tasks, --minibatch: not multiples of {WORLD_SIZE} processes")
+
+        for name in {"num_tasks", "minibatch"} - {*config.unused}:
+            if getattr(config, name) % WORLD_SIZE:
+                raise UserError(f"{flag(name)} must be a multiple of the {WORLD_SIZE} processes")
 
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # ML45 refuses a number of tasks that is no multiple of 45: now, not in the first iteration.
+        # Refuse a wrong --num-tasks now, not in the first iteration.
         self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
@@ -1166,13 +1151,9 @@ class Run:
         self.agent.to(device)
         self.optimizer = torch.optim.Adam(self.agent.parameter_groups(), eps=1e-5, fused=True)
         self.folder = self.agent.folder = Path(folder)
-        command = agent_class.command
-        if WORLD_SIZE > 1:
-            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
-        self.hint = f"continue with: {command} --resume {folder}"
         self.iteration = 0
-        self.seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # their texts
+        self.seconds = self.cpu_seconds = 0.0
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
         self.test_score = "-"
         self.test_table = ""
 
@@ -1180,51 +1161,53 @@ class Run:
     def finished(self):
         return self.iteration >= self.total_iterations
 
+    @property
+    def resume_hint(self):
+        command = self.agent.command
+        if WORLD_SIZE > 1:
+            command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
+        return f"continue with: {command} --resume {self.folder}"
+
     def add_rows(self, name, rows):
         self.csv[name] += csv_text(rows, header=not self.csv[name])
 
     def save(self):
         """Write all files; the checkpoint first, so that no other file is ever ahead of it."""
         settings = {"agent": self.agent.name, **asdict(self.agent.config)}
-        agent = {
+        agent_file = {
             "version": VERSION,
             "config": settings,
             "sizes": self.agent.sizes,
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        progress = {name: getattr(self, name) for name in self.saved_names}
-        checkpoint = agent | progress | {"optimizer": self.optimizer.state_dict()}
-        files = {"checkpoint.pt": checkpoint, "agent.pt": agent}
+        state = {name: getattr(self, name) for name in self.saved_names}
+        checkpoint = agent_file | state | {"optimizer": self.optimizer.state_dict()}
+        files = {"checkpoint.pt": checkpoint, "agent.pt": agent_file}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                temporary = self.folder / f"{name}.part"
-                if isinstance(content, str):
-                    temporary.write_text(content)
-                else:
-                    torch.save(content, temporary)
-                os.replace(temporary, self.folder / name)
-        except (OSError, RuntimeError) as error:
-            raise RunError(f"cannot write {self.folder} ({one_line(error)}); {self.hint}") from None
-
-    def restore(self, saved):
-        """Continue from the content of a checkpoint."""
-        self.agent.load_state_dict(saved["weights"])
-        self.agent.trained_steps = saved["step"]
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for name in self.saved_names:
-            setattr(self, name, saved[name])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            file = io.BytesIO()
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
+            temporary = self.folder / f"{name}.part"
+            temporary.write_bytes(file.getvalue())
+            os.replace(temporary, self.folder / name)
 
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes`: another device or number of threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.restore(saved)
+    run.agent.load_state_dict(saved["weights"])
+    run.agent.trained_steps = saved["step"]
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for name in run.saved_names:
+        setattr(run, name, saved[name])
     if not run.finished:
-        return run_iterations(run)
+        return train_until_finished(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1235,7 +1218,7 @@ def load_file(path, agent_class):
     if not path.is_file():
         near = path.parent if path.parent.is_dir() else path.parent.parent
         runs = [*near.glob("*/agent.pt"), *near.glob("*/*/agent.pt")]
-        names = ", ".join(sorted(str(agent.parent) for agent in runs))
+        names = ", ".join(sorted(str(run.parent) for run in runs))
         hint = f"; {near} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
     try:
@@ -1257,7 +1240,7 @@ def load_file(path, agent_class):
     except pickle.UnpicklingError:  # PyTorch's own message advises weights_only=False
         raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
     except Exception as error:  # a damaged or foreign file may raise anything
-        raise UserError(f"cannot load {path}: {one_line(error)}") from None
+        raise UserError(f"cannot load {path}: {str(error)[:200]}") from None
     return saved, agent
 
 
@@ -1266,10 +1249,6 @@ def load_agent(path, device="cpu", agent_class=TrMRL):
     path = Path(path) / "agent.pt" if Path(path).is_dir() else Path(path)
     _, agent = load_file(path, agent_class)
     return agent.to(pick_device(device)).requires_grad_(False)
-
-
-def one_line(error):
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def score(returns, success):
@@ -1291,13 +1270,27 @@ def table(returns, success, envs):
     return "\n".join(lines)
 
 
-def print_progress(run, speed, train_score):
-    """A live line in a terminal, plain lines in a pipe; at the end the table of the meta-test."""
-    steps = run.agent.trained_steps / 1e6
-    total = run.total_iterations * run.steps_per_iteration / 1e6
-    minutes, seconds = divmod(int((total / steps - 1) * run.seconds), 60)
-    line = f"{steps:.3f}/{total:.3f} M steps, {speed:,.0f}/s, {minutes}:{seconds:02d} left; "
-    line += f"return: test {run.test_score}, train {train_score}"
+def report(run, buffer, metrics, speed):
+    """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
+    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of this process
+    step, total = run.agent.trained_steps, run.total_iterations * run.steps_per_iteration
+    progress = {
+        "iteration": run.iteration,
+        "step": step,
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "steps_per_second": speed,
+        "train_return": returns.mean(),
+        "train_success": success.mean(),
+    }
+    run.add_rows("progress.csv", [progress | metrics])
+    run.save()
+
+    # A live line in a terminal, plain lines in a pipe.
+    minutes, seconds = divmod(int((total / step - 1) * run.seconds), 60)
+    line = f"{step / 1e6:.3f}/{total / 1e6:.3f} M steps, {speed:,.0f}/s, "
+    line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
+    line += f"train {score(returns, success)}"
     if sys.stdout.isatty():
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
     print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
@@ -1352,20 +1345,6 @@ def pick_device(name):
 # ---- 11. Command line ----------------------------------------------------------------------------
 
 
-class UserError(Exception):
-    """An error the user can fix: printed as one line, exit status 2."""
-
-
-class RunError(Exception):
-    """The run cannot continue, but what it saved is safe: printed as one line, exit status 1."""
-
-
-def did_you_mean(typed, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(typed, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -1374,7 +1353,8 @@ def check_config(config):
     """Refuse settings that cannot work, before anything starts."""
     for f in fields(config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
-        if type(value) not in ((int, float) if f.type is float else (f.type,)):
+        accepted = (int, float) if f.type is float else (f.type,)
+        if type(value) not in accepted:
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
@@ -1408,8 +1388,8 @@ def make_parser(agent_class, env):
     )
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
-    group.add_argument("--split", help="with --eval: test (default), ood or train tasks")
-    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task (6)")
+    group.add_argument("--split", help="with --eval: test (default), ood, or train as in training")
+    group.add_argument("--episodes", type=integer, help="with --eval: episodes per task")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
     either.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
@@ -1434,12 +1414,12 @@ def make_parser(agent_class, env):
 
 
 def parse(argv, agent_class=TrMRL):
-    """What was typed, as a dictionary. Reject flags that do not apply."""
+    """The flags that were typed, as a dictionary. Reject those that do not apply."""
     early = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
     early.add_argument("--env", default=agent_class.Config.env)
     parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
-    typed, unknown = parser.parse_known_args(argv)
-    typed = vars(typed)
+    args, unknown = parser.parse_known_args(argv)
+    args = vars(args)
     if unknown:
         name = unknown[0].split("=")[0]
         if name.replace("--no-", "--") in map(flag, agent_class.Config.unused):
@@ -1448,56 +1428,55 @@ def parse(argv, agent_class=TrMRL):
         raise UserError(f"unknown argument {name}{hint}; see --help")
 
     where, allowed = "without --eval", {f.name for f in fields(agent_class.Config)}
-    if "eval" in typed:
+    if "eval" in args:
         where, allowed = "with --eval", {"eval", "split", "episodes", "mean", "sample", "csv"}
         allowed |= {"device", "threads", "eval_tasks"}
-    elif "resume" in typed:
+    elif "resume" in args:
         where, allowed = "with --resume", {"resume", "device", "threads"}
-    if refused := sorted(typed.keys() - allowed):
+    if refused := sorted(args.keys() - allowed):
         raise UserError(f"{flag(refused[0])} cannot be used {where}")
-    return typed
+    return args
 
 
-def eval_command(path, typed, make_tasks, agent_class):
+def eval_command(path, args, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
-    episodes, split = typed.get("episodes", FINAL_EPISODES), typed.get("split", "test")
+    episodes, split = args.get("episodes", FINAL_EPISODES), args.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
-    agent = load_agent(path, typed.get("device", "auto"), agent_class)
-    num_tasks = typed.get("eval_tasks", agent.config.eval_tasks)
-    config = replace(agent.config, eval_tasks=num_tasks, threads=typed.get("threads", 1))
+    agent = load_agent(path, args.get("device", "auto"), agent_class)
+    num_tasks = args.get("eval_tasks", agent.config.eval_tasks)
+    config = replace(agent.config, eval_tasks=num_tasks, threads=args.get("threads", 1))
     check_config(config)
     torch.set_num_threads(config.threads or os.cpu_count())
     envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
-    sample = "sample" in typed or (envs.sample_at_test and "mean" not in typed)
-    result = meta_test(agent, envs, episodes, sample)
-    rows = eval_rows(agent, split, sample, *result)
+    sample = "sample" in args or (envs.sample_at_test and "mean" not in args)
+    returns, success = meta_test(agent, envs, episodes, sample)
+    rows = eval_rows(agent, split, sample, returns, success)
     title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
     print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
-    print(table(*result, envs))
-    if "csv" in typed:
-        Path(typed["csv"]).write_text(csv_text(rows, header=True))
+    print(table(returns, success, envs))
+    if "csv" in args:
+        Path(args["csv"]).write_text(csv_text(rows, header=True))
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
-    """Exit status: 0, 1 if the run broke, 2 for a user's mistake, 130 after Ctrl-C or SIGTERM."""
+    """Exit status: 0, 2 if the user can fix it, 1 if not, 130 after Ctrl-C or SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
-        typed = parse(sys.argv[1:] if argv is None else argv, agent_class)
-        if "eval" in typed and WORLD_SIZE > 1:
+        args = parse(sys.argv[1:] if argv is None else argv, agent_class)
+        if "eval" in args and WORLD_SIZE > 1:
             raise UserError("--eval takes one process: start it without torchrun")
-        if "eval" in typed:
-            eval_command(typed.pop("eval"), typed, make_tasks, agent_class)
-        elif "resume" in typed:
-            resume(typed.pop("resume"), make_tasks, agent_class, **typed)
+        if "eval" in args:
+            eval_command(args.pop("eval"), args, make_tasks, agent_class)
+        elif "resume" in args:
+            resume(args.pop("resume"), make_tasks, agent_class, **args)
         else:
-            train(agent_class.Config(**typed), make_tasks, agent_class)
+            train(agent_class.Config(**args), make_tasks, agent_class)
     except KeyboardInterrupt:
         return 130
-    except (UserError, RunError, OSError, torch.OutOfMemoryError) as error:
-        message = str(error) if isinstance(error, (UserError, RunError)) else one_line(error)
-        if RANK == 0 or not isinstance(error, UserError):
-            print(f"{agent_class.command.split()[-1]}: {message}", file=sys.stderr)
+    except (UserError, OSError, torch.OutOfMemoryError) as error:
+        program, message = agent_class.command.split()[-1], " ".join(str(error).split())
+        print(f"{program}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 

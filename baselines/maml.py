@@ -7,14 +7,13 @@ alpha grad J(theta), and acts with theta' from then on. Meta-training maximises 
 so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO makes the
 outer step as long as possible while the adapted policies change by at most a given KL divergence.
 
-    python -m baselines.maml --env halfcheetah_vel                    # meta-train
-    python -m baselines.maml --eval runs/halfcheetah_vel/maml-seed1   # meta-test
-    python -m baselines.maml --help                                   # every setting
+    python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
 samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step.
-Here, as for every agent of this project, one row of experience is all there is of a task, so one
-episode must do.
+Here, as for every agent of this project, one row of experience is all there is of a task, so E - 1
+episodes, by default one, must do. Also different: 64 tanh units (the paper: 100 ReLU), advantages
+by GAE and standardised per task, a larger KL bound and more damping.
 
 Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A numbers of a state
 and an action; P weights of the policy, as one vector; F features.
@@ -30,6 +29,7 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
 RIDGE = 1e-3  # of the linear baseline
@@ -49,9 +49,10 @@ PRESETS["ant_dir"] |= dict(total_steps=5_000_000)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model")
+    unused: ClassVar = (*MEMORY_FIELDS, "d_model")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
+    # The scored episode, E + 1, must be one of the six of a meta-test.
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2, high=5)
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
@@ -62,10 +63,11 @@ class Config(trmrl.Config):
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# The baseline is linear, as that of Duan et al. (2016). The usual code fits it to the 20 episodes
-# of a task. Fitted to our single episode it would explain the noise away, so we fit it to all tasks
-# of the previous batch. The mean reward of a row tells it the task: what a velocity is worth, say,
-# depends on the task.
+# The baseline is linear, as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016).
+# The usual code fits it to the 20 episodes of a task. Fitted to our single episode it would explain
+# the noise away, so we fit it to all tasks of the previous batch. The mean reward of a row tells it
+# the task: what a velocity is worth, say, depends on the task. This biases the gradient slightly,
+# since the mean reward depends on the actions.
 
 
 def mean_reward(buffer, row, mask):
@@ -108,7 +110,7 @@ def fit_baseline(buffer, row, mask, gamma):
     """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
     X = features(buffer, row, mask)[mask]  # (M, F)
     beta = X.new_zeros(X.shape[1])
-    # With beta = 0 and lambda = 1 these are returns less mean_reward / (1 - gamma).
+    # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma).
     y = advantages(buffer, row, mask, beta, gamma, 1.0)[mask]
     ridge = RIDGE * torch.eye(len(beta)).to(X)
     return torch.linalg.solve(X.T @ X / len(X) + ridge, X.T @ y / len(X))
@@ -126,16 +128,14 @@ class Steps(NamedTuple):
 
 def select_steps(buffer, row, mask, beta, config):
     """The Steps of the rows `row` (R,) where the mask (R, T) is true."""
-    T = mask.shape[1]
     weight = mask / mask.sum(dim=1, keepdim=True)
     advantage = advantages(buffer, row, mask, beta, config.gamma, config.gae_lambda)
     advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
     variance = (weight * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
 
-    steps = Steps(
-        buffer.state[row, :T], buffer.action[row], buffer.log_prob[row], advantage, weight
-    )
+    state, action, log_prob = buffer.state[row], buffer.action[row], buffer.log_prob[row]
+    steps = Steps(state, action, log_prob, advantage, weight)
     needed = mask.any(dim=0).nonzero().squeeze(-1)  # steps that no row needs are left out
     return Steps(*(x[:, needed] for x in steps))
 
@@ -169,7 +169,7 @@ def divergence(old, new, steps):
     return (steps.weight * kl.sum(dim=-1)).sum()
 
 
-class Maml(trmrl.Agent):
+class MAML(trmrl.Agent):
     """A policy that one gradient step adapts to a new task."""
 
     name = "maml"
@@ -183,7 +183,7 @@ class Maml(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S)
         self.test_episodes = config.episodes_per_trial + 1  # the second after the inner step
         del self.value_head  # the baseline is linear
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # exploring and adapted
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # (2, F): exploring, adapted
 
     @property
     def theta(self):
@@ -191,6 +191,7 @@ class Maml(trmrl.Agent):
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
     def forward(self, state):
+        """Mean and log_std; not Agent's forward, but what functional_call needs below."""
         return self.policy_head(state), self.log_std
 
     def policy_of(self, weights, state):
@@ -200,17 +201,13 @@ class Maml(trmrl.Agent):
         named = {name: part.view_as(p) for (name, p), part in zip(initial.items(), parts)}
         return functional_call(self, named, (state,))
 
-    def inner_step(self, theta, steps):
-        """theta' = theta + alpha grad J(theta), for one row."""
+    def adapt(self, theta, steps):
+        """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
 
-        def J(weights):
+        def J(weights, steps):
             return surrogate(*self.policy_of(weights, steps.state), steps)
 
-        return theta + self.config.inner_lr * grad(J)(theta)
-
-    def adapt(self, theta, steps):
-        """The inner step of all rows at once, (R, P)."""
-        return vmap(self.inner_step, in_dims=(None, 0))(theta, steps)
+        return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, steps)
 
     def new_buffer(self, rows, steps, generator):
         buffer = super().new_buffer(rows, steps, generator)
@@ -223,7 +220,7 @@ class Maml(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # Adapt the rows whose exploration has just ended. A second call repeats the first.
+        # Adapt the rows whose exploration has just ended.
         if t > 0:
             row = (done[:, -1] & (episode == explorations)).nonzero().squeeze(-1)
             if len(row) > 0:
@@ -232,8 +229,8 @@ class Maml(trmrl.Agent):
                 buffer.stored["weights"][row] = self.adapt(self.theta, steps)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
-        samples = (episode < explorations) | sample
-        action = mean + log_std.exp() * buffer.noise[:, t] * samples[:, None]
+        noisy = (episode < explorations) | sample
+        action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
         return action, log_likelihood(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
@@ -253,7 +250,7 @@ class Maml(trmrl.Agent):
         old = policies(self.theta)
 
         def objective(theta):
-            """What the adapted policies earn, averaged over tasks."""
+            """The surrogate of what the adapted policies earn, averaged over tasks."""
             return vmap(surrogate)(*policies(theta), adapted).mean()
 
         def kl(theta):
@@ -265,7 +262,7 @@ class Maml(trmrl.Agent):
 
         for beta, mask in zip(self.betas, (explores, ~explores)):
             beta.copy_(fit_baseline(buffer, row, mask, config.gamma))
-        self.normalizer.update(buffer.observation[:, : done.shape[1]].flatten(0, 1))
+        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
         returns, _ = buffer.episode_results(config.episodes_per_trial)
         metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
         return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1}
@@ -301,12 +298,13 @@ def trpo_step(objective, kl, theta, max_kl):
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
-        raise trmrl.RunError("the gradient is not finite; start a new run with a lower --inner-lr")
+        raise trmrl.UserError("the gradient is not finite; start a new run with a lower --inner-lr")
     _, hessian_product = vjp(grad(kl), theta)
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
-    # Both approximations hold near theta only. Shorten the step until it keeps what they promise.
+    # Both approximations hold near theta only. Shorten the step until the objective grows and the
+    # bound holds.
     before = objective(theta)
     for fraction in FRACTIONS:
         candidate = theta + fraction * step
@@ -318,4 +316,4 @@ def trpo_step(objective, kl, theta, max_kl):
 
 
 if __name__ == "__main__":
-    sys.exit(trmrl.main(agent_class=Maml))
+    sys.exit(trmrl.main(agent_class=MAML))

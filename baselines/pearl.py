@@ -6,13 +6,12 @@ PEARL describes a task by a latent vector z and infers z from transitions, the c
 An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is the product
 of all factors, whatever their order. In the first episode of a task the agent draws z from the
 prior N(0, I), in each later one from the posterior given the episodes so far: it adapts from one
-episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy and two Q
-functions of (s, z) from a replay of past trials. The error of the Q functions trains the encoder,
-too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at z.
+episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and
+two Q functions of (s, a, z) from a replay of past trials. The error of the Q functions trains the
+encoder, too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at
+z.
 
-    python -m baselines.pearl --env halfcheetah_vel                      # meta-train
-    python -m baselines.pearl --eval runs/halfcheetah_vel/pearl-seed1    # six episodes per task
-    python -m baselines.pearl --resume runs/halfcheetah_vel/pearl-seed1  # continue
+    python -m baselines.pearl --env halfcheetah_vel
 
 The main differences from the paper:
 
@@ -24,10 +23,11 @@ The main differences from the paper:
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   300 units. Ours: 16 tasks with 32 transitions, 128 units, and the presets' gamma, not 0.99.
 - SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
-  Observations are normalised, and rewards are scaled so that Q is about 1.
+  Observations are normalised, and rewards are scaled so that Q is about 1: hence the small weight
+  of the KL divergence. One Adam serves encoder, critics and policy.
 
 Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z numbers of a
-state, an action and z; R rows of T steps per iteration, of which the replay keeps K.
+state, an action and z; R rows of T steps per iteration; the replay keeps the last K iterations.
 """
 
 import copy
@@ -43,10 +43,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
-SAC = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
-PRESETS = {env: preset | SAC for env, preset in trmrl.PRESETS.items()}
+COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
+PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -55,7 +56,7 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 @dataclass
 class Config(trmrl.Config):
     presets: ClassVar = PRESETS
-    unused: ClassVar = (*trmrl.MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
+    unused: ClassVar = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
     unused += ("clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
@@ -70,9 +71,7 @@ class Config(trmrl.Config):
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting(
-        "SAC", 0.01, "tau: how fast the target Q functions follow", low=1e-6, high=1
-    )
+    target_rate: float = setting("SAC", 0.01, "how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
     final_lr: float = setting("SAC", 0.05, "lr falls linearly to this fraction", high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -86,7 +85,7 @@ def network(inputs, hidden, outputs):
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
 
-class Pearl(trmrl.Agent):
+class PEARL(trmrl.Agent):
     """Soft actor-critic with a latent variable of the task."""
 
     name = "pearl"
@@ -102,9 +101,8 @@ class Pearl(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        self.value_head = self.log_std = (
-            None  # Q functions instead; the deviation depends on the state
-        )
+        # SAC has Q functions instead of a value, and a deviation that depends on the state.
+        self.value_head = self.log_std = None
         self.encoder = network(S + A + 1, hidden, 2 * Z)
         self.policy_head = network(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
@@ -114,13 +112,8 @@ class Pearl(trmrl.Agent):
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
-        return [
-            dict(
-                params=[p for p in self.parameters() if p.requires_grad],
-                lr=self.config.lr,
-                eps=1e-8,
-            )
-        ]
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
     def new_buffer(self, rows, steps, generator):
         buffer = super().new_buffer(rows, steps, generator)
@@ -132,7 +125,7 @@ class Pearl(trmrl.Agent):
     def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
         # z is constant within an episode. Where an episode begins, draw z from the posterior given
-        # all earlier steps of the trial, or from the prior if there are none.
+        # all earlier steps of the trial, or from the prior if there are none; in meta-tests, too.
         z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
         begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
         if t > 0:
@@ -170,7 +163,7 @@ class Pearl(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum log N(u) - log(1 - tanh(u)^2). We write 1 - tanh(u)^2 as
+        # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
         # 4 / (e^u + e^-u)^2, whose logarithm stays finite.
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
@@ -181,9 +174,7 @@ class Pearl(trmrl.Agent):
         x = torch.cat([state, action, z], dim=-1)
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
-    # ---- Learning --------------------------------------------------------------------------------
-
-    def losses(self, context, batch, next_batch, generator):
+    def loss_of(self, context, batch, next_batch, generator):
         """The loss of everything that is learned, and metrics."""
         # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
@@ -253,7 +244,7 @@ class Pearl(trmrl.Agent):
         critics, targets = list(self.critics.parameters()), list(self.targets.parameters())
         totals = 0.0
         for _ in range(config.updates):
-            loss, metrics = self.losses(*self.replay.sample(config, generator), generator)
+            loss, metrics = self.loss_of(*self.replay.sample(config, generator), generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals = totals + torch.stack(list(metrics.values()))
             for target, critic in zip(targets, critics):
@@ -285,15 +276,14 @@ class Replay:
         self.bytes_per_iteration = self.trials[0].nbytes
         self.check_file()
         for i in range(max(0, iterations - capacity), iterations):
-            numbers = np.fromfile(
-                path, np.float32, math.prod(shape), offset=i * self.bytes_per_iteration
-            )
+            offset = i * self.bytes_per_iteration
+            numbers = np.fromfile(path, np.float32, math.prod(shape), offset=offset)
             self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
 
     def check_file(self):
         size = self.path.stat().st_size if self.path and self.path.is_file() else 0
         if self.path and size < self.iterations * self.bytes_per_iteration:
-            raise trmrl.RunError(f"{self.path} has lost trials; start a new run")
+            raise trmrl.UserError(f"{self.path} has lost trials; start a new run")
 
     def append(self, trials):
         """Add the trials of an iteration, (R, T + 1, width)."""
@@ -331,4 +321,4 @@ class Replay:
 
 
 if __name__ == "__main__":
-    sys.exit(trmrl.main(agent_class=Pearl))
+    sys.exit(trmrl.main(agent_class=PEARL))

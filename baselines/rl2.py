@@ -11,7 +11,8 @@ own, hence the name.
 
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
 50 steps, each of which starts from the hidden state that was stored when the agent acted: a
-gradient step takes a tenth of the time, and a minibatch can mix many tasks.
+gradient step takes a tenth of the time, and a minibatch can mix many tasks. Also, a fall ends the
+trajectory of PPO (though not the memory), policy and value share one GRU, and it has 64 units.
 """
 
 import math
@@ -23,15 +24,22 @@ import torch
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from trmrl import setting
 
 SEGMENT = 50  # the most steps through which a gradient flows back
 
+# A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two
+# episodes, so that the agent learns to carry its memory from one to the next.
+PRESETS = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
+for env in ("ml1", "ml45"):
+    PRESETS[env] |= dict(episodes_per_trial=2)
+
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
-    unused: ClassVar = trmrl.MEMORY_FIELDS
+    presets: ClassVar = PRESETS
+    unused: ClassVar = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
@@ -47,7 +55,10 @@ def gru_inputs(buffer, row, t):
 
 
 def segments(T):
-    """How many segments a row of T steps has, and their length. 400: 8 of 50; 70: 2 of 35."""
+    """How many segments a row of T steps has, and their length.
+
+    400: 8 of 50; 70: 2 of 35; 201: 5 of 40, and the last step is left out.
+    """
     per_row = math.ceil(T / SEGMENT)
     return per_row, T // per_row
 
@@ -75,16 +86,17 @@ class RL2(trmrl.Agent):
         return buffer
 
     def recall(self, buffer, row, t):
-        """The output of the GRU at steps t.
+        """The output of the GRU at steps t; when acting, it is stored, too.
 
         When acting, row and t are (R,): one step of every row. When learning they are (segments,
         length): consecutive steps.
         """
         hidden = buffer.stored["hidden"]
         x = gru_inputs(buffer, row, t)
-        if t.dim() == 2:
+        if t.dim() == 2:  # learning
             return self.gru(x, hidden[row[:, 0], t[:, 0]][None])[0]
 
+        # Acting. The output of a GRU is its next hidden state.
         e, _ = self.gru(x[:, None], hidden[row, t][None])
         hidden[row, t + 1] = e[:, 0]
         return e[:, 0]
@@ -97,7 +109,7 @@ class RL2(trmrl.Agent):
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):
-            row = (segment // per_row)[:, None].expand(size, length)
+            row = (segment // per_row)[:, None].expand(-1, length)
             yield row, (segment % per_row)[:, None] * length + offset
 
 

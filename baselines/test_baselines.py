@@ -22,17 +22,17 @@ from torch.distributions.transforms import TanhTransform
 
 import trmrl
 from baselines import maml, pearl, rl2
-from baselines.maml import Maml
+from baselines.maml import MAML
 from baselines.oracle import Oracle
-from baselines.pearl import Pearl
+from baselines.pearl import PEARL
 from baselines.rl2 import RL2, gru_inputs
 from baselines.varibad import VariBAD
 
 torch.set_num_threads(1)  # everything here is small
 
 ROOT = Path(__file__).parent.parent
-AGENTS = [Oracle, RL2, VariBAD, Pearl, Maml]
-ONE_PROCESS = [Pearl, Maml]  # they refuse torchrun
+AGENTS = [Oracle, RL2, VariBAD, PEARL, MAML]
+ONE_PROCESS = [PEARL, MAML]  # they refuse torchrun
 
 
 def for_each(*agent_classes):
@@ -83,7 +83,7 @@ def small_config(agent_class, **settings):
     """160 steps per iteration; PEARL's replay has room for two iterations."""
     small = dict(env="points", device="cpu", num_tasks=4, episodes_per_trial=2, eval_tasks=2)
     small |= dict(d_model=16, init_std=0.4, gamma=0.9, eval_every=1000, minibatch=80)
-    if agent_class is Pearl:
+    if agent_class is PEARL:
         small |= dict(latent_size=3, hidden_size=8, updates=4, meta_batch=2, minibatch=8)
         small |= dict(context_size=5, replay_size=320)
     return agent_class.Config(**small | settings)
@@ -153,7 +153,7 @@ def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class):
     buffer = collect(agent, Falling(5), sample=False)
     player = trmrl.Player(agent, 5, max_steps=40)
     player.buffer.task, player.buffer.noise = buffer.task, buffer.noise
-    if agent_class is Pearl:
+    if agent_class is PEARL:
         player.buffer.stored["z_noise"] = buffer.stored["z_noise"]
     for t in range(40):
         first, second = (player.act(buffer.observation[:, t]) for _ in range(2))
@@ -185,17 +185,17 @@ LESSONS = {
     Oracle: PPO | dict(total_steps=32_000, lr=3e-3),
     RL2: PPO | dict(total_steps=40_000, lr=4e-3, value_lr=3e-3, epochs=8),
     VariBAD: PPO | dict(total_steps=32_000, lr=5e-3, value_lr=3e-3, epochs=4, vae_lr=5e-3),
-    Pearl: dict(total_steps=24_000, lr=3e-3, final_lr=1.0, episodes_per_trial=3, updates=50),
-    Maml: dict(total_steps=24_000, num_tasks=50, init_std=0.5, gae_lambda=0.95),
+    PEARL: dict(total_steps=24_000, lr=3e-3, final_lr=1.0, episodes_per_trial=3, updates=50),
+    MAML: dict(total_steps=24_000, num_tasks=50, init_std=0.5, gae_lambda=0.95),
 }
 LESSONS[VariBAD] |= dict(vae_updates=6)
-LESSONS[Pearl] |= dict(meta_batch=16, minibatch=128, context_size=60, replay_size=24_000)
-LESSONS[Pearl] |= dict(hidden_size=64, entropy_weight=0.5, target_rate=0.02)
+LESSONS[PEARL] |= dict(meta_batch=16, minibatch=128, context_size=60, replay_size=24_000)
+LESSONS[PEARL] |= dict(hidden_size=64, entropy_weight=0.5, target_rate=0.02)
 
 
 @pytest.mark.parametrize(
     "agent_class, episode, at_least",
-    [(Oracle, 1, -10), (RL2, 1, -17), (VariBAD, 1, -17), (Pearl, 3, -17.5), (Maml, 2, -14)],
+    [(Oracle, 1, -10), (RL2, 1, -17), (VariBAD, 1, -17), (PEARL, 3, -17.5), (MAML, 2, -14)],
     ids=[agent_class.name for agent_class in AGENTS],
 )
 def test_it_learns_to_adapt(agent_class, episode, at_least, tmp_path):
@@ -404,7 +404,7 @@ def posterior_by_hand(agent, state, action, reward):
 
 
 def test_the_posterior_is_the_product_of_its_factors_in_any_order():
-    agent = make_agent(Pearl)
+    agent = make_agent(PEARL)
     context = torch.randn(4, 6, 2), torch.rand(4, 6, 2), torch.randn(4, 6)
     mean, var = agent.posterior(*context)
     order = torch.randperm(6)
@@ -428,7 +428,7 @@ def test_the_posterior_is_the_product_of_its_factors_in_any_order():
 
 @pytest.mark.parametrize("family", [PointMass, Falling])
 def test_z_is_drawn_from_the_prior_and_then_from_the_posterior_of_all_earlier_episodes(family):
-    agent = make_agent(Pearl)
+    agent = make_agent(PEARL)
     buffer = collect(agent, family(5), steps=80)
     z, noise = buffer.stored["z"], buffer.stored["z_noise"]
     past = buffer.state, buffer.clipped_action, buffer.reward
@@ -505,11 +505,11 @@ def losses_by_hand(agent, context, step, next_step, generator):
 
 def test_losses_and_gradients_are_those_by_hand():
     """Critics: their error. Encoder: the critics' error and the KL. Policy: its own loss alone."""
-    agent = make_agent(Pearl, gamma=0.8, entropy_weight=0.7, kl_weight=0.3)
+    agent = make_agent(PEARL, gamma=0.8, entropy_weight=0.7, kl_weight=0.3)
     for x in agent.targets.parameters():
         x.add_(0.3 * torch.randn_like(x))  # as after some training
     batch = random_batch()
-    loss, metrics = agent.losses(*batch, torch.Generator().manual_seed(5))
+    loss, metrics = agent.loss_of(*batch, torch.Generator().manual_seed(5))
     loss.backward()
     by_hand = losses_by_hand(agent, *batch, torch.Generator().manual_seed(5))
     critic_loss, policy_loss, kl = by_hand
@@ -529,14 +529,14 @@ def test_losses_and_gradients_are_those_by_hand():
 
 
 def test_log_prob_is_finite_for_actions_at_the_limit():
-    agent = make_agent(Pearl)
+    agent = make_agent(PEARL)
     nn.init.constant_(agent.policy_head[-1].bias, 50.0)
     action, log_prob = agent.pi(torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 2))
     assert (action == 1.0).all() and log_prob.isfinite().all()
 
 
 def test_targets_follow_the_critics_slowly():
-    agent = make_agent(Pearl, updates=1, target_rate=0.25)
+    agent = make_agent(PEARL, updates=1, target_rate=0.25)
     old = [x.clone() for x in agent.targets.parameters()]
     agent.update(collect(agent, PointMass(3)), adam(agent), torch.Generator())
     for before, after, critic in zip(old, agent.targets.parameters(), agent.critics.parameters()):
@@ -553,7 +553,7 @@ def sample_numbered(iterations, capacity, **settings):
     row, t = torch.meshgrid(torch.arange(3), torch.arange(13), indexing="ij")
     for i in range(iterations):
         replay.append(torch.stack([torch.full_like(row, i), row, t], dim=-1).float())
-    return replay.sample(small_config(Pearl, **settings), torch.Generator().manual_seed(0))
+    return replay.sample(small_config(PEARL, **settings), torch.Generator().manual_seed(0))
 
 
 def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():
@@ -581,7 +581,7 @@ def test_recent_trials_are_drawn_more_often():
 
 
 def test_the_replay_holds_trials_as_they_were():
-    agent = make_agent(Pearl)
+    agent = make_agent(PEARL)
     buffer = collect(agent, Falling(3))
     agent.remember(buffer)
     state, action, reward, terminated, timed_out = agent.unpack(agent.replay.trials[0])
@@ -601,7 +601,7 @@ EXPLORING, ADAPTED = 0, 1
 
 def make_maml(hidden=5, **settings):
     """A small policy, and a baseline that is not zero."""
-    agent = make_agent(Maml, **dict(inner_lr=0.5, gae_lambda=0.95) | settings)
+    agent = make_agent(MAML, **dict(inner_lr=0.5, gae_lambda=0.95) | settings)
     agent.policy_head = trmrl.mlp([2, hidden, 2])
     agent.betas.normal_(std=0.1)
     return agent
@@ -896,7 +896,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     agent_class, finished_run, tmp_path, monkeypatch
 ):
     whole, stopped = finished_run(agent_class), stopped_run(agent_class, tmp_path, monkeypatch)
-    if agent_class is Pearl:  # as if it had been stopped while it wrote the replay
+    if agent_class is PEARL:  # as if it had been stopped while it wrote the replay
         size = (stopped / "replay.bin").stat().st_size
         os.truncate(stopped / "replay.bin", size - 100)
     trmrl.resume(stopped, make_points, agent_class)
@@ -904,21 +904,21 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     expected_tensors, *expected_tables = outcome(whole)
     torch.testing.assert_close(tensors, expected_tensors, rtol=0, atol=0)
     assert tables == expected_tables and len(tables[0]) == 4
-    if agent_class is Pearl:
+    if agent_class is PEARL:
         assert (stopped / "replay.bin").read_bytes() == (whole / "replay.bin").read_bytes()
 
 
 def test_pearl_needs_its_replay_to_resume_but_not_to_be_tested(tmp_path, monkeypatch, capsys):
-    folder = stopped_run(Pearl, tmp_path, monkeypatch)
+    folder = stopped_run(PEARL, tmp_path, monkeypatch)
     replay = folder / "replay.bin"
     two_iterations = replay.stat().st_size * 2 // 3
     for damage in (lambda: os.truncate(replay, two_iterations - 1), replay.unlink):
         damage()
         capsys.readouterr()
-        assert main(Pearl, "--resume", folder) == 1
+        assert main(PEARL, "--resume", folder) == 1
         error = capsys.readouterr().err
         assert "has lost trials" in error and error.count("\n") == 1
-    assert main(Pearl, "--eval", folder, "--episodes", 3) == 0
+    assert main(PEARL, "--eval", folder, "--episodes", 3) == 0
     assert "episode 3" in capsys.readouterr().out
 
 
@@ -932,8 +932,8 @@ def test_a_number_that_is_not_finite_ends_the_run_and_is_not_saved(
         return update(agent, buffer, *args)
 
     monkeypatch.setattr(agent_class, "update", poisoned_update)
-    remedy = "--inner-lr" if agent_class is Maml else "--lr"
-    with pytest.raises(trmrl.RunError, match=f"not finite; start a new run with a lower {remedy}"):
+    remedy = "--inner-lr" if agent_class is MAML else "--lr"
+    with pytest.raises(trmrl.UserError, match=f"not finite; start a new run with a lower {remedy}"):
         train(agent_class, tmp_path / "run")
     saved, rows, _ = outcome(tmp_path / "run")
     assert saved["iteration"] == len(rows) == 2
@@ -1012,14 +1012,14 @@ def test_a_flag_without_a_meaning_is_refused(agent_class, capsys):
         (RL2, "--d-model 0", "--d-model must be between 1"),
         (VariBAD, "--vae-lr 2", "--vae-lr must be between 0"),
         (VariBAD, "--latent-size 0", "--latent-size must be between 1"),
-        (Pearl, "--no-keep-memory", "--no-keep-memory"),
-        (Pearl, "--gamma 1", "--gamma must be between 0"),
-        (Pearl, "--target-rate 2", "--target-rate must be between 1e-06"),
-        (Pearl, "--minibatch 100", "--minibatch must be a multiple of --meta-batch"),
-        (Pearl, "--updates x", "--updates: invalid integer value"),
-        (Maml, "--episodes-per-trial 1", "--episodes-per-trial must be between 2"),
-        (Maml, "--inner-lr -1", "--inner-lr must be between 0"),
-        (Maml, "--max-kl x", "--max-kl: invalid float value"),
+        (PEARL, "--no-keep-memory", "--no-keep-memory"),
+        (PEARL, "--gamma 1", "--gamma must be between 0"),
+        (PEARL, "--target-rate 2", "--target-rate must be between 1e-06"),
+        (PEARL, "--minibatch 100", "--minibatch must be a multiple of --meta-batch"),
+        (PEARL, "--updates x", "--updates: invalid integer value"),
+        (MAML, "--episodes-per-trial 1", "--episodes-per-trial must be between 2"),
+        (MAML, "--inner-lr -1", "--inner-lr must be between 0"),
+        (MAML, "--max-kl x", "--max-kl: invalid float value"),
     ],
 )
 def test_a_bad_value_is_refused_in_one_line(agent_class, typed, message, capsys, tmp_path):

@@ -4,7 +4,7 @@
 
 The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
 task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
-so far, updates the belief at every step. A decoder must predict every reward of the trial, past and
+so far, updates the belief at every step. A decoder must predict the rewards of the trial, past and
 future, from a sample z of the belief: this teaches the encoder what distinguishes tasks. Encoder
 and decoder are thus a variational autoencoder (VAE), whose prior at each step is the belief of the
 step before. PPO trains a policy on the state and the belief (mean and log-variance), so it can act
@@ -13,9 +13,9 @@ on its uncertainty. Its gradient stops at the belief.
     python -m baselines.varibad --env halfcheetah_vel
 
 Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
-the variance of rewards is fixed to 1 after they are normalised; the encoder is also told where
-episodes end. The paper decodes transitions, too, where they differ between tasks; here they differ
-in ML45 only, and we do not decode them.
+the decoder predicts normalised rewards, with variance 1; the weight of the KL divergence is 1; the
+encoder is also told where episodes end; a fall ends the trajectory of PPO. The paper decodes
+transitions, too, where they differ between tasks; here they differ in ML45 only, and we do not.
 
 Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps; Z numbers of z.
 """
@@ -29,26 +29,31 @@ import torch
 from torch import nn
 
 import trmrl
+from baselines import MEMORY_FIELDS
 from baselines.rl2 import gru_inputs, segments
 from trmrl import setting
 
 BELIEFS = 20  # K: beliefs per row that a gradient step decodes
-DECODED = 20  # J: rewards that each of them predicts
+REWARDS = 20  # J: rewards that each of them predicts
 
-# An MLP tolerates a higher learning rate than the transformer.
-CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
+# On the half-cheetah an MLP tolerates a higher learning rate than the transformer. On MetaWorld a
+# trial has two episodes, so that the agent learns to carry its belief from one to the next.
+PRESETS = {env: {**preset} for env, preset in trmrl.PRESETS.items()}
+PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
+for env in ("ml1", "ml45"):
+    PRESETS[env] |= dict(episodes_per_trial=2)
 
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = trmrl.MEMORY_FIELDS
+    presets: ClassVar = PRESETS
+    unused: ClassVar = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of Adam", high=1)
-    vae_updates: int = setting("VAE", 30, "gradient steps per iteration")
+    vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
 
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
@@ -105,7 +110,6 @@ class VariBAD(trmrl.Agent):
         buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return buffer
 
-    @torch.no_grad()
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
         hidden, belief = buffer.stored["hidden"], buffer.stored["belief"]
@@ -125,14 +129,14 @@ class VariBAD(trmrl.Agent):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(buffer, optimizer, generator)
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
-        R, T = buffer.reward.shape
-        T = math.prod(segments(T))
+        R = len(buffer.reward)
+        T = math.prod(segments(buffer.reward.shape[1]))  # without the remainder
         totals = torch.zeros(3, device=self.device)
         for _ in range(self.config.vae_updates):
-            # A whole ELBO has T x T rewards to decode. We draw K of the T beliefs and J of the T
-            # rewards, the same for all rows; each of the K predicts all J.
+            # A whole ELBO has T x T rewards to decode. We draw (with replacement) K of the T
+            # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
             belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
-            reward_steps = torch.randint(T, (DECODED,), generator=generator, device=self.device)
+            reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
             shape = (R, BELIEFS, self.config.latent_size)
             noise = torch.randn(shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
@@ -140,7 +144,7 @@ class VariBAD(trmrl.Agent):
             totals += torch.stack([error, kl, norm]).detach()
 
         updates = self.config.vae_updates
-        means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / max(1, updates)
+        means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
         metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
         metrics["updates"] += updates
         return metrics
@@ -161,7 +165,8 @@ class VariBAD(trmrl.Agent):
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device).expand(R, T)
 
-        # As in RL^2 the gradient flows back through segments, from the stored hidden states.
+        # As in RL^2 the gradient flows back through segments, from the stored hidden states. These
+        # are of the encoder that acted, so beliefs do not quite join between segments.
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
         hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
         belief = self.vae.encode(x, hidden)[0].view(R, T, -1)
