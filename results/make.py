@@ -157,8 +157,8 @@ def make(runs, jobs):
                 continue
             del running[name]
             if process.returncode == 0:
-                for name in ("checkpoint.pt", "replay.bin"):  # only needed to resume
-                    (run.folder / name).unlink(missing_ok=True)
+                for file in ("checkpoint.pt", "replay.bin"):  # only needed to resume
+                    (run.folder / file).unlink(missing_ok=True)
                 (run.folder.parent / f"{run.folder.name}.log").unlink()
                 print(f"finished  {name}", flush=True)
             else:
