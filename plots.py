@@ -6,7 +6,6 @@ python plots.py meta_training --runs runs --pdf     # one figure of your own run
 python plots.py --compare runs/ant_dir/trmrl-seed7  # your run over ours: is it on track?
 python plots.py film --env ant_dir                  # an animation of an agent that adapts
 python plots.py benchmark --env ant_dir             # speed, beside the limits of this machine
-python plots.py scaling                             # speed for other sizes of the agent
 python plots.py tables                              # the tables of docs/results.md
 
 1. Look   2. Runs   3. Learning curves (Fig. 4, 5, 6, 10 to 13)
@@ -971,9 +970,9 @@ def network_alone(agent):
     return work, 10 * M / agent.config.epochs
 
 
-def all_works(env, device, **changes):
+def all_works(env, device):
     """{(group, what): (work, steps)} for the preset of an env."""
-    config = trmrl.Config(env=env, device=device, **changes)
+    config = trmrl.Config(env=env, device=device)
     run = trmrl.Run("", config, trmrl.make_tasks, trmrl.TrMRL)
     agent, envs = run.agent, run.envs
     generator = torch.Generator(agent.device)
@@ -1020,24 +1019,6 @@ def draw_benchmark(runs, options):
     name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
     save(figure, name, options, [])
     (options.out / f"{name}.csv").write_text(trmrl.csv_text(rows, header=True))
-
-
-SIZES = {"memory_length": (1, 5, 10, 25, 50), "layers": (1, 2, 4, 8, 12)}
-SIZES |= {"d_model": (32, 64, 128, 256), "num_tasks": (5, 10, 20, 40, 80)}
-
-
-def draw_scaling(runs, options):
-    """Speed of HalfCheetahVel's preset with one size changed at a time, into scaling.csv."""
-    rows = []
-    for name, values in SIZES.items():
-        for value in values:
-            works = all_works("halfcheetah_vel", options.device, **{name: value})
-            whole = {name: works["end to end", "our iteration"]}
-            speed = rates(whole, seconds=0.3, rounds=2)[name]
-            rows.append(dict(setting=name, value=value, steps_per_second=round(speed)))
-            print(trmrl.csv_text(rows[-1:], header=len(rows) == 1), end="", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "scaling.csv").write_text(trmrl.csv_text(rows, header=True))
 
 
 # ---- 7. Tables -----------------------------------------------------------------------------------
@@ -1090,16 +1071,25 @@ def env_table(env, groups):
             row["out of distribution"] = episode_cell(seeds, 1, spread=True, split="ood")
         if env in THRESHOLDS:
             row[f"M steps to {THRESHOLDS[env]}"] = steps_to(seeds, THRESHOLDS[env])
-        lines = [line for run in seeds for line in read_csv(run.path / "progress.csv")]
-        speed = np.median([float(line["steps_per_second"]) for line in lines])
-        table.append(row | {"minutes": minutes(seeds), "steps/s": f"{speed:,.0f}"})
+        row |= {"minutes": minutes(seeds), "CPU minutes": minutes(seeds, "cpu_seconds")}
+        table.append(row | {"parameters": parameters(seeds[0])})
     return markdown(table)
 
 
-def minutes(seeds):
-    """Wall-clock minutes of a run, mean over seeds."""
+def minutes(seeds, column="seconds"):
+    """Minutes of a run, mean over the seeds that noted them."""
     lines = [read_csv(run.path / "progress.csv")[-1] for run in seeds]
-    return f"{np.mean([float(line['seconds']) for line in lines]) / 60:.0f}" if seeds else "-"
+    values = [float(line[column]) / 60 for line in lines if column in line]
+    return f"{np.mean(values):.0f}" if values else "-"
+
+
+def parameters(run):
+    """How many numbers gradients change."""
+    path = run.path / "agent.pt"
+    weights = torch.load(path, weights_only=True).get("weights", {}) if path.exists() else {}
+    kept = re.compile("normalizer|stats|positions|targets|betas|replay")  # other numbers
+    count = sum(x.numel() for name, x in weights.items() if not kept.search(name))
+    return f"{count:,}" if count else "-"
 
 
 def steps_to(seeds, threshold):
@@ -1195,22 +1185,21 @@ FIGURES = {
     "attention": partial(draw_agents, "attention", draw_attention),
 }
 FIGURES |= {f"ablation_{which}": partial(draw_ablation, which) for which in ABLATIONS}
-OTHERS = {"film": draw_film, "benchmark": draw_benchmark, "scaling": draw_scaling}
-OTHERS["tables"] = write_tables
+OTHERS = {"film": draw_film, "benchmark": draw_benchmark, "tables": write_tables}
 
 
 def parse(argv):
     parser = trmrl.Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     names = ", ".join([*FIGURES, *OTHERS])
     add = parser.add_argument
-    add("figures", nargs="*", metavar="FIGURE", help=f"{names} (default: all but the last four)")
+    add("figures", nargs="*", metavar="FIGURE", help=f"{names} (default: all but the last three)")
     add("--runs", metavar="DIR", help="where the runs are (default: results and runs)")
     add("--out", metavar="DIR", default=Path("figures"), type=Path, help="default: figures")
     add("--pdf", action="store_true", help="also write a PDF of each picture")
     add("--verbose", action="store_true", help="list the runs of each figure and those left out")
     add("--compare", metavar="RUN", type=Path, help="draw this run over ours")
     add("--env", help="of film (default: all) and benchmark (default: halfcheetah_vel)")
-    add("--device", default="auto", help="of benchmark and scaling (default: auto)")
+    add("--device", default="auto", help="of benchmark (default: auto)")
     options = parser.parse_args(argv)
     for name in options.figures:
         if name not in FIGURES and name not in OTHERS:
