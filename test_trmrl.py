@@ -63,7 +63,10 @@ SMALL |= dict(gamma=0.93, gae_lambda=0.8, minibatch=64, epochs=3, lr=1e-3, value
 
 
 class PointMass(trmrl.TaskFamily):
-    """Find a hidden goal on the unit circle. The reward is minus the distance to the goal."""
+    """Find a hidden goal on the unit circle. The reward is minus the distance to the goal.
+
+    Without adapting, the best place is the centre of the circle: -1 per step, -20 in all.
+    """
 
     episode_length = 20
 
@@ -568,15 +571,14 @@ def test_a_step_launches_few_operations():
     agent = make_agent(layers=1, epochs=1)
     buffer, _ = play(agent)
     optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
-    counts = {}
-    for minibatch in (480, 240, 160):  # 1, 2 and 3 gradient steps; the first prepares Adam
-        agent.config.minibatch = minibatch
-        with Operations() as operations:
-            agent.update(buffer, optimizer, torch.Generator())
-        counts[minibatch] = operations.count
-    with torch.no_grad(), Operations() as operations:
-        agent.act(buffer, 30, sample=True)
-    gradient_step, acting_step = counts[160] - counts[240], operations.count
+    counts = []
+    agent.register_forward_pre_hook(lambda *_: counts.append(operations.count))
+    with Operations() as operations:
+        agent.update(buffer, optimizer, torch.Generator())
+        counts.append(operations.count)
+        with torch.no_grad():
+            agent.act(buffer, 30, sample=True)
+    gradient_step, acting_step = counts[2] - counts[1], operations.count - counts[-1]
     print(f"{gradient_step} operations per gradient step, {acting_step} per acting step")
     assert gradient_step <= 234 and acting_step <= 60, "GPUs become slower"
 
@@ -585,6 +587,9 @@ def test_a_step_launches_few_operations():
 def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, monkeypatch):
     """The meta device stands in for a GPU. It has no numbers: whatever reads one fails here."""
     agent = make_agent(**settings).to("meta")
+    module = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
     events = []
     answers = dict(cpu=lambda x: torch.zeros(x.shape), tolist=lambda x: [0.0] * len(x))
     for name, answer in (answers | dict(item=lambda x: 0.0)).items():
@@ -598,9 +603,6 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
     for draw in (torch.randn, torch.randperm):
         plain = lambda *n, generator, device, draw=draw: draw(*n, device=device)  # noqa: E731
         monkeypatch.setattr(torch, draw.__name__, plain)
-    module = importlib.import_module("torch.optim.optimizer")
-    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
-    optimizer = torch.optim.Adam(agent.parameter_groups(), fused=True)
     with Operations():
         buffer, _ = play(agent)
         agent.register_forward_pre_hook(lambda *_: events.append("minibatch"))
@@ -636,7 +638,6 @@ def test_episode_returns_are_those_of_a_plain_loop():
 
 
 def test_it_learns_to_learn(tmp_path):
-    """Without adapting, the best place is the centre of the circle: -1 per step, -20 in all."""
     settings = dict(layers=1, d_model=32, heads=2, memory_length=4, num_tasks=20, minibatch=160)
     settings |= dict(init_std=0.6, lr=6e-3, value_lr=6e-3, gamma=0.8, gae_lambda=0.8, device="cpu")
     settings |= dict(total_steps=40_000, eval_every=100, eval_tasks=20, run_dir=str(tmp_path / "r"))
@@ -891,7 +892,7 @@ def test_an_arm_equals_metaworlds_own_and_does_not_see_its_goal(ml1):
     assert successes[0] > 20 and not successes[1:].any()
 
 
-def test_only_the_training_of_reach_shows_the_object_elsewhere(monkeypatch):
+def test_the_training_of_reach_shows_the_object_elsewhere():
     test, train = (trmrl.make_tasks("ml1_reach", 4, 0, split) for split in ("test", "train"))
     options = {"tasks": test.tasks}
     shifts = []
@@ -907,12 +908,6 @@ def test_only_the_training_of_reach_shows_the_object_elsewhere(monkeypatch):
             assert_same(reward, true_reward, "the noise changes the rewards")
     assert_same(shifts[0], shifts[2], "the seed decides")
     assert len(np.unique(np.round(shifts[:2], 5))) == 24 and 0.05 < np.std(shifts) < 0.2
-
-    goals = np.zeros((1, 50, 7))
-    goals[..., 1:] = [0.0, 0.65, 0.02, 0.05, 0.85, 0.02]
-    monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (["push-v3"], goals, goals))
-    seen = [trmrl.make_tasks("ml1_push", 1, 0, split).reset()[0] for split in ("train", "test")]
-    np.testing.assert_array_equal(*seen)
 
 
 def test_an_arm_that_diverges_goes_on_and_a_reward_that_is_not_a_number_is_the_worst(
@@ -966,9 +961,10 @@ def test_every_task_of_metaworld_has_a_name_and_ml45_has_45_classes_in_turn(monk
         trmrl.make_tasks("ml45_train", 7)
 
 
-def test_an_arm_of_ml45_is_of_its_class_and_meets_its_goal(monkeypatch):
+@pytest.mark.parametrize("env", ["ml1_push", "ml45_train"])
+def test_an_arm_is_of_its_class_meets_its_goal_and_sees_its_object(env, monkeypatch):
     metaworld = importlib.import_module("metaworld")
-    names = ["reach-v3", "drawer-open-v3"]  # goals of six and of three numbers
+    names = ["push-v3", "drawer-open-v3"]  # goals of six and of three numbers
     makers = [metaworld.ALL_V3_ENVIRONMENTS[name] for name in names]
     goals = np.zeros((2, 50, 7))
     for kind, make in enumerate(makers):
@@ -976,12 +972,13 @@ def test_an_arm_of_ml45_is_of_its_class_and_meets_its_goal(monkeypatch):
         goals[kind, :, 0] = kind
         goals[kind, :, 1 : 1 + len(low)] = low + 0.0005 * np.arange(50)[:, None]
     monkeypatch.setattr(trmrl, "metaworld_tasks", lambda env: (names, goals, goals))
-    envs = trmrl.make_tasks("ml45_train", 4, 0, "test")
+    envs = trmrl.make_tasks(env, 4)
     for shift in (0, 2, 1):  # the same arms, with other goals; then of the other class
-        envs.reset(options={"tasks": np.roll(envs.tasks, shift, axis=0)})
-        for arm, task in zip(envs.arms, envs.tasks):
+        seen, _ = envs.reset(options={"tasks": np.roll(envs.tasks, shift, axis=0)})
+        for arm, task, observation in zip(envs.arms, envs.tasks, seen):
             assert type(arm) is makers[int(task[0])]
             np.testing.assert_array_equal(arm._last_rand_vec, task[1 : 1 + len(arm._last_rand_vec)])
+            assert_same(observation[4:7], arm._get_pos_objects()[:3], "the object is elsewhere")
 
 
 # ---- 3. Runs and faults --------------------------------------------------------------------------
@@ -1122,7 +1119,8 @@ def shell_run(tmp_path_factory):
     source = (HERE / "trmrl.py").read_text()
     assert source.count(whole) == 1
     (folder / "trmrl.py").write_text(source.replace(whole, short))
-    result = python(folder / "trmrl.py", *flags(**CHEETAH, run_dir=folder / "run"))
+    settings = CHEETAH | dict(total_steps="1.2e2", run_dir=folder / "run")
+    result = python(folder / "trmrl.py", *flags(**settings))
     assert result.status == 0 and not result.err, result.err
     return SimpleNamespace(folder=folder / "run", out=result.out)
 
@@ -1188,15 +1186,6 @@ def test_a_run_from_python_is_the_one_from_the_shell(
     agent = trmrl.train(trmrl.Config(**CHEETAH))
     assert agent.folder == Path("runs/halfcheetah_vel/trmrl-seed1") and agent.trained_steps == 120
     assert_same_run(agent.folder, shell_run.folder)
-
-
-@pytest.mark.parametrize("env", ["halfcheetah_vel", "ant_dir", "ml1_push", "ml45_train"])
-def test_a_config_has_the_preset_of_its_environment_and_no_other(env):
-    bare, changed = trmrl.Config(env=env), trmrl.Config(env=env, lr=0.123)
-    assert vars(changed) == vars(bare) | {"lr": 0.123} and None not in vars(bare).values()
-    assert trmrl.Config(**trmrl.parse(["--env", env, "--lr", "0.123"])) == changed
-    fitting = [name for name, x in trmrl.PRESETS.items() if x.items() <= vars(bare).items()]
-    assert fitting == [env if env in trmrl.PRESETS else env.split("_")[0]]
 
 
 # Interruptions.
@@ -1627,17 +1616,14 @@ def test_a_mistake_is_answered_in_one_line(typed, points_run, tmp_path, monkeypa
     assert not result.out and not os.listdir()
 
 
-def test_steps_can_be_typed_as_3e5_and_are_rounded_up_aloud(tmp_path, monkeypatch):
-    finish = lambda run: setattr(run, "iteration", run.total_iterations)  # noqa: E731
-    monkeypatch.setattr(trmrl, "train_iteration", finish)
-    result = cli(*flags(total_steps="3e5", run_dir=tmp_path / "a"))
-    assert result.out.startswith("trmrl on points: 300,000 steps into")
-    result = cli(*flags(total_steps="300001", run_dir=tmp_path / "b"))
-    assert result.out.startswith("trmrl on points: 300,020 steps (300,001 rounded up) into")
-
-
 @pytest.mark.parametrize("env", ["halfcheetah_vel", "ant_dir", "ml1_door_open", "ml45_train"])
-def test_help_has_groups_names_examples_and_the_values_that_apply(env):
+def test_an_environment_has_a_preset_and_help_shows_its_values(env):
+    config, changed = trmrl.Config(env=env), trmrl.Config(env=env, lr=0.123)
+    assert vars(changed) == vars(config) | {"lr": 0.123} and None not in vars(config).values()
+    assert trmrl.Config(**trmrl.parse(["--env", env, "--lr", "0.123"])) == changed
+    fitting = [name for name, x in trmrl.PRESETS.items() if x.items() <= vars(config).items()]
+    assert fitting == [env if env in trmrl.PRESETS else env.split("_")[0]]
+
     result = cli("--env", env, "--help")
     assert result.status == 0 and max(map(len, result.out.splitlines())) <= 100
     assert all(name in result.out for name in trmrl.ENVS)
@@ -1645,25 +1631,25 @@ def test_help_has_groups_names_examples_and_the_values_that_apply(env):
     groups = {f.metadata["group"] for f in fields(trmrl.Config)}
     assert all(f"\n{group}:\n" in result.out for group in groups)
     text = " ".join(result.out.split("\nrun:\n")[1].split())
-    for f in fields(trmrl.Config):
-        value = getattr(trmrl.Config(env=env), f.name)
+    for name, value in vars(config).items():
         default = rf"\(default: {value}\)" if value != "" else "default: runs/"
-        assert re.search(rf"{trmrl.flag(f.name)}[ ,][^(]*{default}", text), f.name
+        assert re.search(rf"{trmrl.flag(name)}[ ,][^(]*{default}", text), name
 
 
 @pytest.mark.parametrize("env, score", [("points", r"-\d+\.\d"), ("arms", r"-\d+ \(\d+ %\)")])
 def test_the_live_line_fits_80_columns_with_its_test_score(env, score, tmp_path, monkeypatch):
-    """Even if it is as long as it gets: 5 M steps that take days."""
+    """Even if it is as long as it gets: 5 M steps that take days. Rounding up is told, too."""
     monkeypatch.setattr(os, "get_terminal_size", lambda *args: os.terminal_size((80, 24)))
     monkeypatch.setattr(trmrl.time, "monotonic", iter(range(0, 10**9, 20_000)).__next__)
-    save = trmrl.Run.save
-    larger = lambda run: (setattr(run, "steps_per_iteration", 1_250_000), save(run))  # noqa: E731
-    monkeypatch.setattr(trmrl.Run, "save", larger)
+    iterate = trmrl.iterate
+    large = lambda run: setattr(run, "steps_per_iteration", 1_250_000) or iterate(run)  # noqa: E731
+    monkeypatch.setattr(trmrl, "iterate", large)
     screen = io.StringIO()
     screen.isatty = lambda: True
     with contextlib.redirect_stdout(screen):
         train_small(tmp_path / "run", env=env)
     header, *lines = screen.getvalue().split("\r\033[K")
+    assert header.startswith(f"trmrl on {env}: 5,000,000 steps (80 rounded up) into {tmp_path}")
     assert header.count("\n") == 2 and len(lines) == 4
     lines[-1] = lines[-1].split("\n")[0]
     assert max(map(len, lines)) == 79 if env == "arms" else 79 >= max(map(len, lines)) > 70
@@ -2164,12 +2150,6 @@ def check_command(argv, agent_class):
         assert config.env in trmrl.ENVS or config.env.startswith("ml1_"), config.env
 
 
-def agent_class_of(module):
-    classes = vars(importlib.import_module(module)).values()
-    ours = [c for c in classes if inspect.isclass(c) and c.__module__ == module]
-    return next(c for c in ours if issubclass(c, trmrl.Agent))
-
-
 def exists_in_code(name):
     """Of `Layer.forward`: the class has it, or sets it as an attribute of self."""
     first, *rest = name.removeprefix("trmrl.").split(".")
@@ -2187,7 +2167,9 @@ def test_commands_in_the_documents_are_understood(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for argv in commands(path.read_text()):
         if argv[1] == "-m":
-            check_command(argv[3:], agent_class_of(argv[2]))
+            importlib.import_module(argv[2])
+            baselines = {x.command.split()[-1]: x for x in trmrl.Agent.__subclasses__()}
+            check_command(argv[3:], baselines[argv[2]])
         elif "trmrl.py" in argv:
             check_command(argv[argv.index("trmrl.py") + 1 :], trmrl.TrMRL)
         elif argv[1] == "plots.py":
@@ -2240,11 +2222,11 @@ def test_tables_have_short_cells_and_the_readme_is_short(path):
     assert path.name != "README.md" or (len(lines) <= 300 and len(README) <= 20_000)
 
 
-def run_example(word, old, new):
-    """Run the Python example of the README that contains `word`, with one text replaced."""
+def run_example(word, old="", new=""):
+    """Run the Python example of the README that contains `word`, with a text replaced."""
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     code = next(code for code in examples if word in code)
-    assert code.count(old) == 1
+    assert old in code
     exec(compile(code.replace(old, new), "README.md", "exec"), {"__name__": "__main__"})
 
 
@@ -2261,10 +2243,8 @@ def test_the_task_family_of_the_readme_learns_and_the_columns_are_explained(tmp_
     assert sorted(code_spans("\n".join(cells))) == sorted(header.split(","))
 
 
-def test_the_four_calls_of_the_readme_run(tmp_path, capsys):
-    settings = dict(total_steps=1, num_tasks=2, episodes_per_trial=1, eval_tasks=2)
-    trmrl.train(trmrl.Config(run_dir=str(tmp_path / "run"), **settings))
-    capsys.readouterr()
-    run_example("Player", "results/halfcheetah_vel/trmrl-seed1", str(tmp_path / "run"))
+def test_the_four_calls_of_the_readme_find_the_target_velocities(capsys, monkeypatch):
+    monkeypatch.chdir(HERE)
+    run_example("Player")
     differences = np.array(capsys.readouterr().out.strip("[] \n").split(), dtype=float)
-    assert len(differences) == 20 and max(abs(differences)) < 5
+    assert len(differences) == 20 and np.median(abs(differences)) < 0.2
