@@ -338,7 +338,7 @@ def test_the_memory_is_the_queue_of_algorithm_1(N, keep_memory):
     """Nothing else is remembered: neither other rows nor empty slots change a value."""
     agent = make_agent(memory_length=N, keep_memory=keep_memory)
     buffer, diary = play(agent)
-    assert (buffer.action.abs() > 1).any()  # the memory holds what the physics saw: [-1, 1]
+    assert (buffer.action.abs() > 1).any(), "only the memory clips actions, as the physics does"
     for row in range(8):
         seen, _ = algorithm_1(agent, diary, row)
         slots, current = trmrl.window(buffer, torch.full((60,), row), torch.arange(60), N)
@@ -502,7 +502,7 @@ def test_an_update_is_plain_adam_over_shuffled_minibatches():
     agent.register_forward_pre_hook(lambda _, inputs: minibatches.append(inputs[1:]))
     agent.register_forward_pre_hook(lambda *_: counts.add(agent.normalizer.count.item()))
     metrics = agent.update(buffer, run.optimizer, torch.Generator().manual_seed(0))
-    assert metrics["updates"] == len(minibatches) == 3 * 7
+    assert metrics["updates"] == len(minibatches) == 3 * 7, "7 whole minibatches in each epoch"
     for epoch in range(3):
         chosen = [60 * row + t for row, t in minibatches[7 * epoch : 7 * epoch + 7]]
         assert len(torch.cat(chosen).unique()) == 7 * 64, "an epoch uses a step twice"

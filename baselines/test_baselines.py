@@ -28,7 +28,7 @@ from baselines.oracle import Oracle
 from baselines.pearl import PEARL
 from baselines.rl2 import RL2, gru_inputs
 from baselines.varibad import VariBAD
-from test_trmrl import PointMass, make_points
+from test_trmrl import PointMass, assert_same, make_points
 
 torch.set_num_threads(1)  # everything here is small
 
@@ -208,13 +208,14 @@ def test_the_memory_is_a_gru_over_all_that_happened_in_the_trial(agent_class):
     buffer = collect(agent, Falling(4), steps=60)  # three episodes and falls: nothing clears it
     gru = nn.GRU(6, 16, batch_first=True)
     gru.load_state_dict((agent.gru if agent_class is RL2 else agent.vae.gru).state_dict())
-    assert buffer.stored["hidden"][:, 0].abs().max() == 0
+    assert not buffer.stored["hidden"][:, 0].any(), "a trial must begin with a hidden state of 0"
     for row in range(4):
         hidden = gru(memories_by_hand(buffer, row, 59))[0][0]
-        torch.testing.assert_close(buffer.stored["hidden"][row, 1:61], hidden)
+        claim = f"row {row} does not hold the hidden states of a GRU over the whole trial"
+        assert_same(buffer.stored["hidden"][row, 1:61], hidden, claim)
         if agent_class is VariBAD:
             belief = agent.vae.to_belief(hidden)
-            torch.testing.assert_close(buffer.stored["belief"][row, :60], belief)
+            assert_same(buffer.stored["belief"][row, :60], belief, "not the beliefs of the GRU")
 
 
 @for_each(RL2, VariBAD)
@@ -230,9 +231,11 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
         memory, _ = agent.vae.encode(gru_inputs(buffer, row, t))  # the beliefs
     memory[1, 25].sum().backward()
     gradient = buffer.token.grad
-    assert (gradient[1, :25] != 0).all()  # s, a, r, eta of every step before
-    assert (gradient[1, 25, :2] != 0).all() and (gradient[1, 25, 2:] == 0).all()  # not known yet
-    assert (gradient[1, 26:] == 0).all() and (gradient[[0, 2]] == 0).all()
+    assert (gradient[1, :25] != 0).all(), "s, a, r or eta of an earlier step is lost"
+    assert (gradient[1, 25, :2] != 0).all(), "the current state is not seen"
+    assert (gradient[1, 25, 2:] == 0).all(), "a, r or eta of the current step is not known yet"
+    assert (gradient[1, 26:] == 0).all(), "the future leaks"
+    assert (gradient[[0, 2]] == 0).all(), "another trial leaks"
 
 
 def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_trials():
@@ -246,7 +249,8 @@ def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_
 
     with torch.no_grad():
         whole = agent.gru(gru_inputs(buffer, *all_steps(buffer)))[0]
-        torch.testing.assert_close(agent.recall(buffer, row, t), whole[row, t])
+        claim = "a segment does not continue from the hidden state that was stored before it"
+        assert_same(agent.recall(buffer, row, t), whole[row, t], claim)
     assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
 
 
