@@ -687,7 +687,7 @@ def test_batched_bodies_equal_gym_make_step_for_step(env, body):
             action = np.clip(np.nan_to_num(actions[i]), -1.0, 1.0)
             observation, _, terminated, _, info = theirs.step(action)
             assert_same(ours["observation"][i], observation[:S], "observation")
-            assert ours["terminated"][i] == terminated
+            assert ours["terminated"][i] == terminated, f"fallen or not at {before[i, 3]} m"
             velocity = (theirs.data.qpos[0] - before[i, 1]) / theirs.dt
             assert_same(ours["info"]["x_velocity"][i], velocity, "velocity")
             if env == "halfcheetah_vel":
@@ -2237,4 +2237,4 @@ def test_the_four_calls_of_the_readme_find_the_target_velocities(capsys, monkeyp
     monkeypatch.chdir(HERE)
     run_example("Player")
     differences = np.array(capsys.readouterr().out.strip("[] \n").split(), dtype=float)
-    assert len(differences) == 20 and np.median(abs(differences)) < 0.2
+    assert len(differences) == 20 and np.median(abs(differences)) < 0.2, "m/s off the targets"
