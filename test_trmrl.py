@@ -1141,8 +1141,9 @@ def test_a_run_writes_its_folder(shell_run):
     assert config == {"agent": "trmrl", **asdict(trmrl.Config(**settings))}
 
     progress = csv_rows(folder / "progress.csv", without=())
-    columns = "iteration step seconds steps_per_second train_return train_success policy_loss "
-    columns += "value_loss approx_kl clip_fraction grad_norm updates explained_variance std lr"
+    columns = "iteration step seconds cpu_seconds steps_per_second train_return train_success "
+    columns += "policy_loss value_loss approx_kl clip_fraction grad_norm updates "
+    columns += "explained_variance std lr"
     assert list(progress[0]) == columns.split() and len(progress) == 3
     for i, row in enumerate(progress):
         assert (row["iteration"], row["step"]) == (str(i + 1), str(40 * (i + 1)))
