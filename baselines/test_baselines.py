@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""The baselines, each against something independent: oracle, RL^2, VariBAD, PEARL and MAML."""
+"""The baselines, each against something independent: oracle, RL^2, VariBAD, PEARL and MAML.
+
+They play the point mass of test_trmrl.py: find a hidden goal on the unit circle.
+"""
 
 import copy
-import csv
 import functools
 import json
 import math
 import os
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributions import Independent, Normal, TransformedDistribution, kl_divergence
 from torch.distributions.transforms import TanhTransform
 
+import test_trmrl
 import trmrl
 from baselines import maml, pearl, rl2
 from baselines.maml import MAML
@@ -27,10 +28,10 @@ from baselines.oracle import Oracle
 from baselines.pearl import PEARL
 from baselines.rl2 import RL2, gru_inputs
 from baselines.varibad import VariBAD
+from test_trmrl import PointMass, assert_same, make_points
 
 torch.set_num_threads(1)  # everything here is small
 
-ROOT = Path(__file__).parent.parent
 AGENTS = [Oracle, RL2, VariBAD, PEARL, MAML]
 ONE_PROCESS = [PEARL, MAML]  # they refuse torchrun
 
@@ -40,43 +41,12 @@ def for_each(*agent_classes):
     return pytest.mark.parametrize("agent_class", agent_classes, ids=names)
 
 
-class PointMass(trmrl.TaskFamily):
-    """Find a hidden goal on the unit circle. Without adapting, standing still is best: -20."""
-
-    episode_length = 20
-
-    def __init__(self, num_tasks, seed=0, split="train"):
-        self.x = np.zeros((num_tasks, 2))
-        super().__init__(num_tasks, seed, split, state_size=2, action_size=2)
-
-    def sample_tasks(self, rng, n):
-        return rng.uniform(0, 2 * np.pi, (n, 1))
-
-    def fixed_tasks(self, split, n):
-        return 2 * np.pi * np.arange(n)[:, None] / n
-
-    def begin(self, mask):
-        self.x[mask] = 0.0
-
-    def advance(self, actions):
-        self.x = self.x + 0.25 * actions
-        goal = np.concatenate([np.cos(self.tasks), np.sin(self.tasks)], axis=1)
-        return -np.linalg.norm(self.x - goal, axis=1), np.zeros(self.num_envs, dtype=bool), {}
-
-    def observation(self):
-        return self.x
-
-
 class Falling(PointMass):
     """A point mass that falls at random."""
 
     def advance(self, actions):
         reward, _, info = super().advance(actions)
         return reward, self.np_random.random(self.num_envs) < 0.1, info
-
-
-def make_points(env, num_tasks, seed=0, split="train"):
-    return PointMass(num_tasks, seed, split)
 
 
 def small_config(agent_class, **settings):
@@ -147,17 +117,21 @@ def test_learning_sees_what_acting_saw(agent_class):
     torch.testing.assert_close(value, buffer.value, atol=1e-5, rtol=1e-5)
 
 
-@for_each(*AGENTS)
-def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class):
+@pytest.mark.parametrize("sample", [False, True])
+@for_each(trmrl.TrMRL, *AGENTS)
+def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class, sample):
     agent = make_agent(agent_class)
-    buffer = collect(agent, Falling(5), sample=False)
+    buffer = collect(agent, Falling(5), sample=sample)
     player = trmrl.Player(agent, 5, max_steps=40)
     player.buffer.task, player.buffer.noise = buffer.task, buffer.noise
     if agent_class is PEARL:
         player.buffer.stored["z_noise"] = buffer.stored["z_noise"]
     for t in range(40):
-        first, second = (player.act(buffer.observation[:, t]) for _ in range(2))
-        np.testing.assert_array_equal(first, second)
+        asked = (sample, not sample, sample)
+        first, other, second = (player.act(buffer.observation[:, t], x) for x in asked)
+        assert np.array_equal(first, second), "asking changes the answer"
+        differ = not np.array_equal(first, other)
+        assert differ or agent_class is MAML, "a sample is the mean"  # MAML always explores
         np.testing.assert_allclose(first, buffer.action[:, t], atol=1e-5)
         terminated, done = buffer.terminated[:, t], buffer.eta[:, t] > 0
         following = buffer.observation[:, t + 1]
@@ -235,13 +209,14 @@ def test_the_memory_is_a_gru_over_all_that_happened_in_the_trial(agent_class):
     buffer = collect(agent, Falling(4), steps=60)  # three episodes and falls: nothing clears it
     gru = nn.GRU(6, 16, batch_first=True)
     gru.load_state_dict((agent.gru if agent_class is RL2 else agent.vae.gru).state_dict())
-    assert buffer.stored["hidden"][:, 0].abs().max() == 0
+    assert not buffer.stored["hidden"][:, 0].any(), "a trial must begin with a hidden state of 0"
     for row in range(4):
         hidden = gru(memories_by_hand(buffer, row, 59))[0][0]
-        torch.testing.assert_close(buffer.stored["hidden"][row, 1:61], hidden)
+        claim = f"row {row} does not hold the hidden states of a GRU over the whole trial"
+        assert_same(buffer.stored["hidden"][row, 1:61], hidden, claim)
         if agent_class is VariBAD:
             belief = agent.vae.to_belief(hidden)
-            torch.testing.assert_close(buffer.stored["belief"][row, :60], belief)
+            assert_same(buffer.stored["belief"][row, :60], belief, "not the beliefs of the GRU")
 
 
 @for_each(RL2, VariBAD)
@@ -257,9 +232,11 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
         memory, _ = agent.vae.encode(gru_inputs(buffer, row, t))  # the beliefs
     memory[1, 25].sum().backward()
     gradient = buffer.token.grad
-    assert (gradient[1, :25] != 0).all()  # s, a, r, eta of every step before
-    assert (gradient[1, 25, :2] != 0).all() and (gradient[1, 25, 2:] == 0).all()  # not known yet
-    assert (gradient[1, 26:] == 0).all() and (gradient[[0, 2]] == 0).all()
+    assert (gradient[1, :25] != 0).all(), "s, a, r or eta of an earlier step is lost"
+    assert (gradient[1, 25, :2] != 0).all(), "the current state is not seen"
+    assert (gradient[1, 25, 2:] == 0).all(), "a, r or eta of the current step is not known yet"
+    assert (gradient[1, 26:] == 0).all(), "the future leaks"
+    assert (gradient[[0, 2]] == 0).all(), "another trial leaks"
 
 
 def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_trials():
@@ -273,7 +250,8 @@ def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_
 
     with torch.no_grad():
         whole = agent.gru(gru_inputs(buffer, *all_steps(buffer)))[0]
-        torch.testing.assert_close(agent.recall(buffer, row, t), whole[row, t])
+        claim = "a segment does not continue from the hidden state that was stored before it"
+        assert_same(agent.recall(buffer, row, t), whole[row, t], claim)
     assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
 
 
@@ -886,9 +864,7 @@ def outcome(folder):
     """The checkpoint of a run, and its progress without times."""
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     tensors = {key: saved[key] for key in ("weights", "optimizer", "iteration", "step")}
-    with open(folder / "progress.csv") as f:
-        rows = [{k: v for k, v in x.items() if "second" not in k} for x in csv.DictReader(f)]
-    return tensors, rows, saved["csv"]["eval.csv"]
+    return tensors, test_trmrl.csv_rows(folder / "progress.csv"), saved["csv"]["eval.csv"]
 
 
 @for_each(*AGENTS)
@@ -974,16 +950,13 @@ for agent_class in tests.AGENTS:
 def test_two_processes_keep_the_same_weights_or_are_refused(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "--standalone", str(script), str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = test_trmrl.torchrun(script, tmp_path)
+    assert done.status == 0, done.err
     for agent_class in AGENTS:
         name = agent_class.name
         if agent_class in ONE_PROCESS:
             line = f"{name}: {name} runs in one process; start it without torchrun\n"
-            assert done.stderr.count(line) == 1 and not (tmp_path / name).exists()
+            assert done.err.count(line) == 2 and not (tmp_path / name).exists()
         else:
             first, second = (torch.load(tmp_path / f"{name}-{i}.pt") for i in (0, 1))
             torch.testing.assert_close(first, second, rtol=0, atol=0)
