@@ -484,6 +484,14 @@ def meet(agent, targets, episodes=1):
     return trmrl.collect(agent, envs, tasks, steps, False, trmrl.TEST_SEED)
 
 
+def attention_weights(layer, e, visible):
+    """alpha of Eq. 4, (M, heads, N, N). PyTorch's call in Layer.forward returns only mu, Eq. 5."""
+    q = layer.query(e).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    k = layer.key(e).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+
+
 @torch.no_grad()
 def look_inside(agent, buffer):
     """Memories of every step after 0, ..., L layers, (L + 1, R, T, d), and attention (R, T, N).
@@ -504,11 +512,7 @@ def look_inside(agent, buffer):
 
     each = torch.arange(R * T, device=agent.device)
     memories = torch.stack([x[each, current] for x in e])
-    # Eq. 4. PyTorch's call in Layer.forward returns only mu, Eq. 5.
-    q = layer.query(e[-2]).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    k = layer.key(e[-2]).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])  # (R T, heads, N, N)
-    alpha = scores.masked_fill(~causal, -math.inf).softmax(dim=-1)
+    alpha = attention_weights(layer, e[-2], causal)
     alpha = alpha[each, :, current].mean(dim=1)  # (R T, N)
     ago = current[:, None] - slot  # current slot 2: the slots 2 1 0 are 0 1 2 steps ago
     alpha = alpha.gather(1, ago.clamp(min=0)).masked_fill(ago < 0, math.nan)

@@ -1356,8 +1356,8 @@ def test_a_nan_ends_a_run_with_advice_and_keeps_the_last_checkpoint(source, tmp_
     owner = trmrl if source == "ppo_loss" else ShortPoints
     original, factor = getattr(owner, source), [1.0]
 
-    def poisoned(*args):
-        first, *rest = results = original(*args)
+    def poisoned(*args, **named):
+        first, *rest = results = original(*args, **named)
         return (first * factor[0], *rest) if type(results) is tuple else results * factor[0]
 
     monkeypatch.setattr(owner, source, poisoned)
@@ -1630,9 +1630,12 @@ def test_the_live_line_fits_80_columns_with_its_test_score(env, score, tmp_path,
     """Even if it is as long as it gets: 5 M steps that take days. Rounding up is told, too."""
     monkeypatch.setattr(os, "get_terminal_size", lambda *args: os.terminal_size((80, 24)))
     monkeypatch.setattr(trmrl.time, "monotonic", iter(range(0, 10**9, 20_000)).__next__)
-    iterate = trmrl.iterate
-    large = lambda run: setattr(run, "steps_per_iteration", 1_250_000) or iterate(run)  # noqa: E731
-    monkeypatch.setattr(trmrl, "iterate", large)
+
+    def train_largely(run, train=trmrl.train_until_finished):
+        run.steps_per_iteration = 1_250_000
+        return train(run)
+
+    monkeypatch.setattr(trmrl, "train_until_finished", train_largely)
     screen = io.StringIO()
     screen.isatty = lambda: True
     with contextlib.redirect_stdout(screen):

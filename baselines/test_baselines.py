@@ -891,7 +891,7 @@ def test_pearl_needs_its_replay_to_resume_but_not_to_be_tested(tmp_path, monkeyp
     for damage in (lambda: os.truncate(replay, two_iterations - 1), replay.unlink):
         damage()
         capsys.readouterr()
-        assert main(PEARL, "--resume", folder) == 1
+        assert main(PEARL, "--resume", folder) == 2
         error = capsys.readouterr().err
         assert "has lost trials" in error and error.count("\n") == 1
     assert main(PEARL, "--eval", folder, "--episodes", 3) == 0

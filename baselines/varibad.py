@@ -110,6 +110,7 @@ class VariBAD(trmrl.Agent):
         buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return buffer
 
+    @torch.no_grad()
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
         hidden, belief = buffer.stored["hidden"], buffer.stored["belief"]
