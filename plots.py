@@ -1007,7 +1007,7 @@ def draw_benchmark(runs, options):
     if env not in BODIES:
         raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {env}")
     speeds = rates(all_works(env, options.device))
-    rows = [dict(group=k[0], what=k[1], steps_per_second=speeds[k]) for k in speeds]
+    rows = [dict(group=k[0], what=k[1], steps_per_second=round(speeds[k])) for k in speeds]
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1], sharex=True)
     for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
         speeds = {row["what"]: row["steps_per_second"] for row in each}
