@@ -1038,12 +1038,13 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
 def train_until_finished(run):
     """Train until the run is finished; if it is interrupted, say how to continue it."""
     config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    if RANK == 0:
-        rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-        print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-        print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
-        run.save()  # creates the folder, or brings all files back to the checkpoint
+    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
     try:
+        if RANK == 0:
+            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
+            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+            print(where, flush=True)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
         while not run.finished:
             train_iteration(run)
     except KeyboardInterrupt:
@@ -1051,6 +1052,8 @@ def train_until_finished(run):
             print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
     except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
         raise OSError(f"{error}; {run.resume_hint}") from None
     return run.agent
 
