@@ -448,7 +448,7 @@ def test_rewards_of_any_unit_give_the_same_advantages():
         results.append(torch.cat([advantage, returns]))
         assert_same(results[-1], results[0], f"rewards in units of {unit} give others", 1e-3)
 
-    inputs = [buffer.value, buffer.end_value, buffer.ends]
+    inputs = [buffer.value, buffer.end_value, buffer.trajectory_ends]
     scaled = (1 - 0.93) / np.sqrt(np.mean(np.square(rewards))) * rewards[-1]
     expected = brute_force_gae(scaled, *(x.numpy() for x in inputs)) + buffer.value.numpy()
     assert_same(results[0][8:], expected, "not scaled by all rewards so far", 1e-4)
@@ -1255,12 +1255,12 @@ def test_make_trains_what_is_missing_and_continues_what_was_stopped(tmp_path, mo
     files = {path.name for path in whole.folder.iterdir()}
     assert files == {"agent.pt", "config.json", "eval.csv", "progress.csv"}
 
-    def stop_after_one(run, iterate=trmrl.train_iteration):
-        iterate(run)
+    def stop_after_one(*args, report=trmrl.save_and_report):
+        report(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(trmrl, "train_iteration", stop_after_one)
+        patched.setattr(trmrl, "save_and_report", stop_after_one)
         assert trmrl.main([*flags.split(), "--run-dir", str(stopped.folder)]) == 130
     assert stopped.state() == "begun" and make.make([whole, stopped], jobs=2) == []
     assert (stopped.folder / "eval.csv").read_text() == (whole.folder / "eval.csv").read_text()
@@ -1317,7 +1317,7 @@ RAW = {  # the bytes of a good file, changed
 CHANGED = {  # its content, changed; and what the answer says
     "bomb": (lambda c: c.update(weights=Bomb()), ""),
     "version 1": (lambda c: c.update(version=1), "commit 40cf2af"),
-    "baseline": (lambda c: c["config"].update(agent="rl2"), "python -m baselines.rl2 --eval run"),
+    "baseline": (lambda c: c["config"].update(agent="rl2"), "type: python -m baselines.rl2 --"),
     "no weights": (lambda c: c.pop("weights"), "weights"),
     "wrong shape": (lambda c: c["weights"].update({"phi.weight": torch.zeros(3, 3)}), "phi.weight"),
     "unknown setting": (lambda c: c["config"].update(sword="sharp"), "sword"),
@@ -1442,7 +1442,7 @@ def die_in_the_third_iteration():
     def die(run):
         if run.iteration == 2 and trmrl.RANK == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        train_iteration(run)
+        return train_iteration(run)
 
     def look():
         threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -1625,7 +1625,7 @@ def test_an_environment_has_a_preset_and_help_shows_its_values(env):
         assert re.search(rf"{trmrl.flag(name)}[ ,][^(]*{default}", text), name
 
 
-@pytest.mark.parametrize("env, score", [("points", r"-\d+\.\d"), ("arms", r"-\d+ \(\d+ %\)")])
+@pytest.mark.parametrize("env, score", [("points", r"-\d+\.\d"), ("arms", r"-\d+ \(\d+%\)")])
 def test_the_live_line_fits_80_columns_with_its_test_score(env, score, tmp_path, monkeypatch):
     """Even if it is as long as it gets: 5 M steps that take days. Rounding up is told, too."""
     monkeypatch.setattr(os, "get_terminal_size", lambda *args: os.terminal_size((80, 24)))
@@ -1699,7 +1699,7 @@ def test_eval_agrees_with_meta_test_and_with_the_run(env, typed, points_run, arm
         values = returns[part]
         mean = f"{values.mean():.1f}"
         if env == "arms":
-            mean = f"{values.mean():.0f} ({100 * success[part].mean():.0f} %)"
+            mean = f"{values.mean():.0f} ({success[part].mean():.0%})"
         assert line.split() == f"{name} {mean} {values.std():.1f} {values.min():.1f}".split()
 
 

@@ -18,7 +18,8 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first.
+Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first: know
+only that a UserError is one line to the user, and that without torchrun WORLD_SIZE is 1.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -33,9 +34,11 @@ Sections 2 to 9 follow the paper. The last three are machinery, which you can sk
     11. Processes           devices, and several processes with torchrun
     12. Command line        flags, and errors that fit on one line
 
-Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: N
-memory slots, L layers, E episodes per trial; R rows of T steps in a buffer; M steps, from any rows,
-in a forward pass; S, A, k and d are the sizes of a state, an action, a task and a memory.
+Differences from the paper are noted where they occur; docs/differences.md lists all.
+
+Letters: a trial is E episodes of one task; N memory slots; L layers. In shapes: R rows of T steps
+in a buffer; M steps, from any rows, in a forward pass; S, A, k and d, the sizes of a state, an
+action, a task and a memory.
 """
 
 import argparse
@@ -72,14 +75,14 @@ from torch import nn
 # ant's preset with a different learning rate.
 #
 # The presets are tuned for one CPU core: one or two layers and, on MetaWorld, N = 40 and E = 1 (the
-# paper: E = 2). The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel,
+# paper has E = 2). The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel,
 # more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
 
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
 ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
-METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # the settings of both
+METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # what ml1 and ml45 share
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -95,7 +98,7 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # A baseline overrides these two: its presets, and the fields that it does not use.
+    # Not settings. A baseline overrides these two: its presets, and the fields it does not use.
     presets: ClassVar = PRESETS
     unused: ClassVar = ()
 
@@ -126,7 +129,7 @@ class Config:
     minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly to this fraction", high=1)
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
@@ -144,7 +147,7 @@ class Config:
 
     @property
     def episodes_per_row(self):
-        return self.episodes_per_trial // self.rows_per_task
+        return self.episodes_per_trial if self.keep_memory else 1
 
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class Config:
 
 
 class TaskFamily(VectorEnv):
-    """A batch of environments, one for each of `tasks` (num_envs, k).
+    """Environments of one family, stepped together: one for each row of `tasks` (num_envs, k).
 
     To add a family, subclass it and define the following. Set what sample_tasks and fixed_tasks
     need before super().__init__, which calls one of them. Then pass train a function like
@@ -311,7 +314,7 @@ class AntDir(MujocoFamily):
 
 @functools.cache
 def metaworld_tasks(env):
-    """Class names, training tasks and test tasks of a MetaWorld benchmark (v3; the paper: v2).
+    """Class names, training tasks and test tasks of a MetaWorld benchmark (v3; the paper used v2).
 
     Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec (3 or 6 numbers:
     positions of the goal and often of the object), padded with zeros.
@@ -327,8 +330,8 @@ def metaworld_tasks(env):
         splits = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
     tasks = np.zeros((2, len(classes), 50, 7))
-    for split_id, split in enumerate(splits):
-        for i, task in enumerate(split):  # sorted by class, 50 of each
+    for split_id, split_tasks in enumerate(splits):
+        for i, task in enumerate(split_tasks):  # sorted by class, 50 of each
             class_id = classes.index(task.env_name)
             rand_vec = pickle.loads(task.data)["rand_vec"]
             tasks[split_id, class_id, i % 50, : 1 + len(rand_vec)] = [class_id, *rand_vec]
@@ -431,17 +434,15 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. Where an episode ends early (we call it a fall), another one begins at once, in the same row,
-# which may then end in the middle of an episode. What an ending does:
+# row. Where an episode terminates early (the ant falls), the next one begins at once in the same
+# row, so a row may end in the middle of an episode. What an ending does (with --keep-memory):
 #
-#                      eta   memory    PPO trajectory      value of the next state
-#     fall             1     cleared   ends                0
-#     time limit       1     cleared   ends                bootstrapped
-#     end of the row   -     -         ends                bootstrapped
+#                      eta   memory           PPO trajectory     value of the next state
+#     terminated       1     cleared (kept)   ends               0
+#     time limit       1     cleared (kept)   ends (continues)   bootstrapped
+#     end of the row   -     -                ends               bootstrapped
 #
-# With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
-# trajectory continues into the next episode. The agent still sees only N steps, so what it kept
-# matters only in the first N - 1 steps of an episode.
+# What is kept matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
 
 class Buffer:
@@ -469,16 +470,16 @@ class Buffer:
         # Actions and predictions. Noise is drawn in advance, so that asking an agent twice for the
         # same step, as a user's own loop may do, gives the same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
-        self.action = zeros(R, T, A)  # before it is clipped; log_prob is that of this one
+        self.action = zeros(R, T, A)  # not clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a PPO trajectory ends, see above.
-        self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
-        self.ends = zeros(R, T, dtype=torch.bool)
-        self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 after a fall
+        # Where a PPO trajectory ends (the table above).
+        self.terminated = zeros(R, T, dtype=torch.bool)
+        self.trajectory_ends = zeros(R, T, dtype=torch.bool)
+        self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 if terminated
 
-        # For analysis: arrays (R, T) such as success, x_velocity and diverged.
+        # What the environment reports besides: arrays (R, T) such as success and x_velocity.
         self.info = {}
 
         # For baselines: the task (R, k), and what they remember instead, such as a recurrent state.
@@ -497,8 +498,8 @@ class Buffer:
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
 
-        A row of n time limits holds at least n episodes. An episode succeeds if any of its steps
-        does (the paper does not say); NaN if the family has no success.
+        The row must have room for them. An episode succeeds if any of its steps does (the paper
+        does not say); NaN if the family has no success.
         """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
@@ -583,8 +584,9 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(d) if layer_norm else nn.Identity()
 
     def forward(self, queries, memories, visible):
-        """Refine the queries (M, n, d), all memories or the current one, by the memories (M, N, d).
+        """Refine the queries (M, n, d) by what they find in the memories (M, N, d).
 
+        The queries are all memories (n = N) or, in the last layer, the current one (n = 1).
         `visible`, broadcast to (M, heads, n, N), is true where a query may look.
         """
         q, k, v = self.query(queries), self.key(memories), self.value(memories)
@@ -604,7 +606,7 @@ class Transformer(nn.Module):
 
     def __init__(self, layers, d, heads, tfixup):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(d, heads, not tfixup) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(layers))
         self.layers.apply(xavier)
         if tfixup:
             for layer in self.layers:
@@ -637,6 +639,14 @@ class Transformer(nn.Module):
 # does not describe a value function, the heads or how states are normalised: these are ours.
 
 
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
+
+
 class RunningStats(nn.Module):
     """A running mean and variance; calling it normalises with them."""
 
@@ -664,9 +674,10 @@ def mlp(sizes, output_scale=1.0):
     """Linear layers with tanh between them; Xavier initialisation, the last layer scaled."""
     modules = []
     for inputs, outputs in zip(sizes, sizes[1:]):
-        modules += [nn.Linear(inputs, outputs), nn.Tanh()]
-        xavier(modules[-2])
-    modules[-2].weight.data *= output_scale
+        linear = nn.Linear(inputs, outputs)
+        xavier(linear)
+        modules += [linear, nn.Tanh()]
+    linear.weight.data *= output_scale
     return nn.Sequential(*modules[:-1])  # no tanh after the last layer
 
 
@@ -686,7 +697,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    test_episodes = 1  # of a periodic meta-test; every meta-test scores the last of these
+    scored_episode = 1  # its return is the score; a periodic meta-test ends with it
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -710,11 +721,11 @@ class Agent(nn.Module):
 
     def forward(self, buffer, row, t):
         """Mean action (M, A) and value (M,) of the steps t of the rows `row`, (M,) each."""
-        e = self.recall(buffer, row, t)
+        e = self.recall(buffer, row, t)  # of the subclass
         return self.policy_head(e), self.value_head(e).squeeze(-1)
 
     def act(self, buffer, t, sample):
-        """Action (R, A) of step t, a sample or the mean; its log_prob (R,) and the value (R,)."""
+        """Action (R, A) of all rows at one step t, sampled or the mean; log_prob and value (R,)."""
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
         action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
@@ -754,7 +765,7 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        # Sec. 3.3: N(0, d^(-1/2)), read as a std. The factor (9 L)^(-1/4) is in the T-Fixup paper.
+        # Sec. 3.3: N(0, d^(-1/2)), read as a std; the factor (9 L)^(-1/4) is in the T-Fixup paper.
         if config.tfixup:
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
@@ -815,15 +826,15 @@ class Player:
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
         buffer.reward[:, t] = buffer.to_device(reward)
         buffer.terminated[:, t] = buffer.to_device(terminated)
-        # Where the environment is reset, `act` replaces this state by the first of the new episode.
+        # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
-        # whose memory is cleared. Except at a fall, PPO bootstraps from the value of s_{t+1}, which
-        # is computed before eta_t is written and the memory cleared, as if the episode went on.
+        # A trajectory ends where the episode terminates, where the row ends, and at a time limit if
+        # that clears the memory. Unless it terminated, PPO bootstraps from the value of s_{t+1},
+        # computed before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
-        buffer.ends[:, t] = buffer.to_device(ends)
+        buffer.trajectory_ends[:, t] = buffer.to_device(ends)
         if (ends & ~terminated).any():
             _, _, value = self.agent.act(buffer, t + 1, sample=False)
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
@@ -854,7 +865,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
         if done.any() and t < steps - 1:
             observation, _ = envs.reset(options={"reset_mask": done})
 
-    player.buffer.info = {key: np.stack([info[key] for info in infos], 1) for key in infos[0]}
+    player.buffer.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
     return player.buffer
 
 
@@ -862,10 +873,10 @@ def collect(agent, envs, tasks, steps, sample, seed):
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
 # one trajectory. Ours ends as in the table of section 3: once the memory is cleared, later rewards
-# no longer depend on earlier actions. With --keep-memory it is the paper's, but a fall ends it, and
-# after the last episode we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the
-# weight 0.5 of the value loss, no entropy bonus, gradient clipping, learning rates that fall, and a
-# separate one for the value head.
+# no longer depend on earlier actions. With --keep-memory it is the paper's, except that it ends
+# where an episode terminates, and that we bootstrap after the last episode. Also ours: GAE, scaled
+# rewards, standardised advantages, the weight 0.5 of the value loss, no entropy bonus, gradient
+# clipping, learning rates that fall, and a separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -889,9 +900,11 @@ def advantages_and_targets(agent, buffer):
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
     reward = (1 - config.gamma) / root_mean_square * buffer.reward
 
-    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; a row ends: the 1 is replaced
-    next_value = torch.where(buffer.ends, buffer.end_value, next_value)
-    advantage = gae(reward, buffer.value, next_value, ~buffer.ends, config.gamma, config.gae_lambda)
+    # The last step of a row always ends a trajectory, so that the 1 is replaced.
+    ends = buffer.trajectory_ends
+    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1
+    next_value = torch.where(ends, buffer.end_value, next_value)
+    advantage = gae(reward, buffer.value, next_value, ~ends, config.gamma, config.gae_lambda)
     value_target = advantage + buffer.value
 
     mean, var = moments(advantage.reshape(-1, 1))
@@ -918,10 +931,10 @@ def gradient_step(agent, optimizer, loss):
     """One step of Adam; returns the norm of the gradient before it is clipped."""
     optimizer.zero_grad()
     loss.backward()
-    if WORLD_SIZE > 1:  # average the gradients over all processes, in one flat message
+    if WORLD_SIZE > 1:  # average the gradients over all processes, in one flat vector
         gradients = [p.grad for p in agent.parameters() if p.grad is not None]
-        message = sum_over_processes(nn.utils.parameters_to_vector(gradients))
-        nn.utils.vector_to_parameters(message / WORLD_SIZE, gradients)
+        flat = sum_over_processes(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(flat / WORLD_SIZE, gradients)
     norm = nn.utils.clip_grad_norm_(agent.parameters(), agent.config.max_grad_norm)
     optimizer.step()
     return norm
@@ -943,7 +956,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Only now, so that one set of statistics normalises a whole batch (the first: mean 0, var 1).
+    # Only now, so that one set of statistics normalises a whole batch (the first has 0 and 1).
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -982,10 +995,45 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 # interrupted.
 
 
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    # Only process 0 checks: the others might see the folder that it has just created.
+    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
+
+
+def train_until_finished(run):
+    """Train, meta-test and report; if the run is interrupted, say how to continue it."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            began, cpu_began = time.monotonic(), time.process_time()
+            buffer, metrics = train_iteration(run)
+            if RANK == 0:
+                speed = run.steps_per_iteration / (time.monotonic() - began)
+                if run.iteration % run.agent.config.eval_every == 0 or run.finished:
+                    meta_test_splits(run)
+                run.seconds += time.monotonic() - began
+                run.cpu_seconds += time.process_time() - cpu_began
+                save_and_report(run, buffer, metrics, speed)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise OSError(f"{error}; {run.resume_hint}") from None
+    return run.agent
+
+
 def train_iteration(run):
-    """Draw tasks, collect a trial of each and learn from them; then meta-test and report."""
+    """Draw tasks, collect a trial of each and learn from them; returns the buffer and metrics."""
     agent, config, envs = run.agent, run.agent.config, run.envs
-    began, cpu_began = time.monotonic(), time.process_time()
     seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
     task_seed, trial_seed, update_seed = seeds.tolist()
 
@@ -1006,22 +1054,15 @@ def train_iteration(run):
         raise UserError("a loss or a gradient is not finite; start a new run with a lower --lr")
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
-
-    # Meta-test and report; only in the first process.
-    if RANK == 0:
-        speed = run.steps_per_iteration / (time.monotonic() - began)
-        if run.iteration % config.eval_every == 0 or run.finished:
-            test_all_splits(run)
-        run.seconds += time.monotonic() - began
-        run.cpu_seconds += time.process_time() - cpu_began
-        save_and_report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
+    return buffer, metrics | {"lr": lr_factor * config.lr}
 
 
-def test_all_splits(run):
+def meta_test_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent = run.agent
-    scored = agent.test_episodes - 1  # the episode that is scored, also in a longer meta-test
-    episodes = max(FINAL_EPISODES, agent.test_episodes) if run.finished else agent.test_episodes
+    agent, episodes = run.agent, run.agent.scored_episode
+    scored = episodes - 1  # its column
+    if run.finished:
+        episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
@@ -1043,54 +1084,22 @@ def test_all_splits(run):
 VERSION = 2  # format of agent.pt and checkpoint.pt
 
 
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
-    # Only process 0 checks: the others might see the folder that it has just created.
-    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return train_until_finished(Run(folder, config, make_tasks, agent_class))
-
-
-def train_until_finished(run):
-    """Train until the run is finished; if it is interrupted, say how to continue it."""
-    config = run.agent.config
-    rounded = f" ({config.total_steps:,} rounded up)" if run.steps > config.total_steps else ""
-    try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {run.steps:,} steps{rounded}", end=" ")
-            print(f"into {run.folder}\n{config.device}, threads: {config.threads}", end=", ")
-            print(f"processes: {WORLD_SIZE}", flush=True)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            train_iteration(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
-    return run.agent
-
-
 class Run:
     """The state of a run, and its files."""
 
-    saved_names = ("iteration", "seconds", "cpu_seconds", "test_score", "csv")
+    saved_fields = ("iteration", "seconds", "cpu_seconds", "test_score", "csv")
 
     def __init__(self, folder, config, make_tasks, agent_class):
         check_config(config)
-        torch.set_num_threads(config.threads or os.cpu_count())
+        torch.set_num_threads(config.threads or os.cpu_count())  # make_tasks uses it, too
         device = pick_device(config.device)
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
-        # The environments of this process.
+        # The environments of this process, one for each row.
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # Refuse a wrong --num-tasks now, not in the first iteration.
+        # Now, not in the first iteration: can the family draw this number of tasks?
         self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
@@ -1107,14 +1116,11 @@ class Run:
         self.folder = self.agent.folder = Path(folder)
         self.iteration = 0
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
+        self.total_steps = self.total_iterations * self.steps_per_iteration
         self.seconds = self.cpu_seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
         self.test_score = "-"
         self.test_table = ""
-
-    @property
-    def steps(self):
-        return self.total_iterations * self.steps_per_iteration
 
     @property
     def finished(self):
@@ -1140,8 +1146,8 @@ class Run:
             "step": self.agent.trained_steps,
             "weights": self.agent.state_dict(),
         }
-        state = {name: getattr(self, name) for name in self.saved_names}
-        checkpoint = agent_file | state | {"optimizer": self.optimizer.state_dict()}
+        checkpoint = agent_file | {name: getattr(self, name) for name in self.saved_fields}
+        checkpoint["optimizer"] = self.optimizer.state_dict()
         files = {"checkpoint.pt": checkpoint, "agent.pt": agent_file}
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -1159,11 +1165,11 @@ class Run:
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes`: another device or number of threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)  # a new agent
     run.agent.load_state_dict(saved["weights"])
     run.agent.trained_steps = saved["step"]
     run.optimizer.load_state_dict(saved["optimizer"])
-    for name in run.saved_names:
+    for name in run.saved_fields:
         setattr(run, name, saved[name])
     if not run.finished:
         return train_until_finished(run)
@@ -1176,20 +1182,23 @@ def load_file(path, agent_class):
     """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
     if not path.is_file():
         parent = path.parent if path.parent.is_dir() else path.parent.parent
-        runs = [*parent.glob("*/agent.pt"), *parent.glob("*/*/agent.pt")]
-        names = ", ".join(sorted(str(run.parent) for run in runs))
+        files = [*parent.glob("*/agent.pt"), *parent.glob("*/*/agent.pt")]
+        names = ", ".join(sorted(str(file.parent) for file in files))
         hint = f"; {parent} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         version = saved.get("version")
         if version != VERSION:
-            raise ValueError(f"its format is {version}, not {VERSION} (commit 40cf2af reads 1)")
+            raise ValueError(
+                f"its format is {version}, not {VERSION} (format 1: use commit 40cf2af)"
+            )
         settings = dict(saved["config"])
         name = settings.pop("agent")
         if name != agent_class.name:
             module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
-            raise ValueError(f"it is an agent of {name}; type python {module} instead")
+            action = "--resume" if path.name == "checkpoint.pt" else "--eval"
+            raise ValueError(f"an agent of {name}; type: python {module} {action} {path.parent}")
         config = agent_class.Config(**settings)
         check_config(config)
         agent = agent_class(config, saved["sizes"])
@@ -1219,23 +1228,24 @@ def score_text(returns, success):
 
 def results_table(returns, success, envs):
     """The result of a meta-test: a line per episode, then one per class if there are several."""
-    parts = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
+    # Indices into (tasks, episodes): a column, or the rows of a class.
+    selections = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
-        parts |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
+        selections |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
     lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
-    for name, part in parts.items():
-        mean, values = score_text(returns[part], success[part]), returns[part]
-        lines.append(f"{name:>28}{mean:>18}{values.std():>10.1f}{values.min():>10.1f}")
+    for name, chosen in selections.items():
+        values, score = returns[chosen], score_text(returns[chosen], success[chosen])
+        lines.append(f"{name:>28}{score:>18}{values.std():>10.1f}{values.min():>10.1f}")
     return "\n".join(lines)
 
 
 def eval_rows(agent, split, sample, returns, success):
     """Rows of eval.csv: one per task and episode."""
+    actions = "sampled" if sample else "mean"
     rows = []
     for (task, episode), value in np.ndenumerate(returns):
         row = {"step": agent.trained_steps, "split": split, "task": task, "episode": episode + 1}
-        row |= {"return": value, "success": success[task, episode]}
-        rows.append(row | {"actions": "sampled" if sample else "mean"})
+        rows.append(row | {"return": value, "success": success[task, episode], "actions": actions})
     return rows
 
 
@@ -1248,10 +1258,20 @@ def csv_text(rows, header):
     return "\n".join(lines) + "\n"
 
 
+def print_header(run):
+    agent, config = run.agent, run.agent.config
+    rounded = (
+        f" ({config.total_steps:,} rounded up)" if run.total_steps > config.total_steps else ""
+    )
+    print(f"{agent.name} on {config.env}: {run.total_steps:,} steps{rounded} into {run.folder}")
+    where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
+    print(where, flush=True)
+
+
 def save_and_report(run, buffer, metrics, speed):
     """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
     step = run.agent.trained_steps
-    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of this process
+    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of process 0
     progress = {
         "iteration": run.iteration,
         "step": step,
@@ -1265,8 +1285,8 @@ def save_and_report(run, buffer, metrics, speed):
     run.save()
 
     # A live line in a terminal, plain lines in a pipe.
-    minutes, seconds = divmod(int((run.steps / step - 1) * run.seconds), 60)
-    line = f"{step / 1e6:.3f}/{run.steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
+    minutes, seconds = divmod(int((run.total_steps / step - 1) * run.seconds), 60)
+    line = f"{step / 1e6:.3f}/{run.total_steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
     line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
     line += f"train {score_text(returns, success)}"
     if sys.stdout.isatty():
@@ -1321,15 +1341,9 @@ def sum_over_processes(x):
     return x
 
 
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
-
-
 # ---- 12. Command line ----------------------------------------------------------------------------
+#
+# Flags come from the fields of Config. What the user can fix is one line, without a traceback.
 
 
 class UserError(Exception):
@@ -1343,6 +1357,7 @@ def did_you_mean(name, names):
 
 
 def flag(name):
+    """memory_length -> --memory-length"""
     return "--" + name.replace("_", "-")
 
 
@@ -1382,7 +1397,7 @@ def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     text = sys.modules[agent_class.__module__].__doc__ or ""
     parser = Parser(
-        description=text.split("\nSections")[0],  # without the map
+        description=text.split("\nSections")[0],  # without "Sections ..."
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -1417,7 +1432,8 @@ def make_parser(agent_class, env):
 
 def parse(argv, agent_class=TrMRL):
     """The flags that were typed, as a dictionary. Reject those that do not apply."""
-    env_parser = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
+    # --help shows the defaults of an env, so look for --env first.
+    env_parser = Parser(add_help=False, allow_abbrev=False)
     env_parser.add_argument("--env", default=agent_class.Config.env)
     parser = make_parser(agent_class, env_parser.parse_known_args(argv)[0].env)
     args, unknown = parser.parse_known_args(argv)
@@ -1440,13 +1456,13 @@ def parse(argv, agent_class=TrMRL):
     return args
 
 
-def eval_command(path, args, make_tasks, agent_class):
+def eval_command(args, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
     episodes = args.get("episodes", FINAL_EPISODES)
     split = args.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
-    agent = load_agent(path, args.get("device", "auto"), agent_class)
+    agent = load_agent(args["eval"], args.get("device", "auto"), agent_class)
     num_tasks = args.get("eval_tasks", agent.config.eval_tasks)
     config = replace(agent.config, eval_tasks=num_tasks, threads=args.get("threads", 1))
     check_config(config)
@@ -1470,7 +1486,7 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
         if "eval" in args and WORLD_SIZE > 1:
             raise UserError("--eval takes one process: start it without torchrun")
         if "eval" in args:
-            eval_command(args.pop("eval"), args, make_tasks, agent_class)
+            eval_command(args, make_tasks, agent_class)
         elif "resume" in args:
             resume(args.pop("resume"), make_tasks, agent_class, **args)
         else:

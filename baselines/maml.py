@@ -181,7 +181,7 @@ class MAML(trmrl.Agent):
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
-        self.test_episodes = config.episodes_per_trial + 1  # the second after the inner step
+        self.scored_episode = config.episodes_per_trial + 1  # the second after the inner step
         del self.value_head  # the baseline is linear
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # (2, F): exploring, adapted
 

@@ -91,7 +91,7 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    test_episodes = 3  # the first two are for exploration
+    scored_episode = 3  # the first two are for exploration
 
     def __init__(self, config, sizes):
         if trmrl.WORLD_SIZE > 1:
