@@ -298,14 +298,14 @@ def conjugate_gradients(product, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl: the new theta and metrics.
 
-    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2. Within the bound the
-    best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate
-    gradients need its products with vectors only.
+    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2, where g is a gradient
+    and H a Hessian. Within the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large
+    to be written down, but conjugate gradients need its products with vectors only.
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start a new run with a lower --inner-lr")
-    _, hessian_product = vjp(grad(kl), theta)
+    _, hessian_product = vjp(grad(kl), theta)  # v -> v.H, which is H v: H is symmetric
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
