@@ -37,9 +37,6 @@ CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian
 FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
 
-
-# ---- Configuration -------------------------------------------------------------------------------
-
 COMMON = dict(episodes_per_trial=2, lr=0.0)  # TRPO, not Adam, changes the weights
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -70,52 +67,6 @@ class Config(trmrl.Config):
 # since the mean reward depends on the actions.
 
 
-def mean_reward(buffer, row, mask):
-    """The mean reward of the rows `row` (R,) where the mask (R, T) is true: (R, 1)."""
-    reward = buffer.reward[row, : mask.shape[1]]
-    return (reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
-
-
-def features(buffer, row, mask):
-    """Features (R, T, F) of the first T steps of the rows `row` (R,), for the linear baseline."""
-    T = mask.shape[1]
-    state = buffer.state[row, :T]
-    step = torch.arange(T, device=state.device)
-    done = buffer.eta[row, :T] > 0
-
-    # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
-    began = (done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
-    began[:, 0] = 0
-    time = (step - began)[..., None] / 100
-    of_task = mean_reward(buffer, row, mask)[..., None] * state
-    of_time = [time, time**2, time**3, torch.ones_like(time)]
-    return torch.cat([state, state**2, of_task, *of_time], dim=-1)
-
-
-def advantages(buffer, row, mask, beta, gamma, lam):
-    """GAE of the rows `row` (R,) in the episodes where the mask (R, T) is true: (R, T)."""
-    T = mask.shape[1]
-    reward = buffer.reward[row, :T]
-    done = buffer.eta[row, :T] > 0
-    done[:, -1] = True  # the row may go on after T
-    value = mean_reward(buffer, row, mask) / (1 - gamma) + features(buffer, row, mask) @ beta
-
-    # A fall is worth 0 from then on. At a time limit the last value stands for what would follow.
-    next_value = torch.where(done, value, value.roll(-1, dims=1))
-    next_value = next_value.masked_fill(buffer.terminated[row, :T], 0.0)
-    return trmrl.gae(reward, value, next_value, ~done, gamma, lam)
-
-
-def fit_baseline(buffer, row, mask, gamma):
-    """beta (F,) by ridge regression over the steps of all rows where the mask (R, T) is true."""
-    X = features(buffer, row, mask)[mask]  # (M, F)
-    beta = X.new_zeros(X.shape[1])
-    # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma).
-    y = advantages(buffer, row, mask, beta, gamma, 1.0)[mask]
-    ridge = RIDGE * torch.eye(len(beta)).to(X)
-    return torch.linalg.solve(X.T @ X / len(X) + ridge, X.T @ y / len(X))
-
-
 class Steps(NamedTuple):
     """What a policy gradient needs: the exploring or the adapted steps of each row."""
 
@@ -126,18 +77,63 @@ class Steps(NamedTuple):
     weight: torch.Tensor  # (R, T), of sum 1 in each row; 0 for steps of the other kind
 
 
-def select_steps(buffer, row, mask, beta, config):
-    """The Steps of the rows `row` (R,) where the mask (R, T) is true."""
-    weight = mask / mask.sum(dim=1, keepdim=True)
-    advantage = advantages(buffer, row, mask, beta, config.gamma, config.gae_lambda)
-    advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
-    variance = (weight * advantage**2).sum(dim=1, keepdim=True)
-    advantage = advantage / (variance.sqrt() + 1e-8)
+class Experience:
+    """The first T steps of some rows. The mask (R, T) selects the exploring or the adapted ones."""
 
-    state, action, log_prob = buffer.state[row], buffer.action[row], buffer.log_prob[row]
-    steps = Steps(state, action, log_prob, advantage, weight)
-    needed = mask.any(dim=0).nonzero().squeeze(-1)  # steps that no row needs are left out
-    return Steps(*(x[:, needed] for x in steps))
+    def __init__(self, buffer, row, mask):
+        T = mask.shape[1]
+        self.mask = mask
+        self.state = buffer.state[row, :T]
+        self.action = buffer.action[row, :T]
+        self.log_prob = buffer.log_prob[row, :T]
+        self.reward = buffer.reward[row, :T]
+        self.terminated = buffer.terminated[row, :T]
+        self.done = buffer.eta[row, :T] > 0
+        self.done[:, -1] = True  # the row may end within an episode
+        self.count = mask.sum(dim=1, keepdim=True)
+        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # (R, 1)
+
+    def features(self):
+        """What the baseline is linear in, (R, T, F)."""
+        # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
+        step = torch.arange(self.done.shape[1], device=self.done.device)
+        began = (self.done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
+        began[:, 0] = 0
+        time = (step - began)[..., None] / 100
+
+        of_task = self.mean_reward[..., None] * self.state
+        of_time = [time, time**2, time**3, torch.ones_like(time)]
+        return torch.cat([self.state, self.state**2, of_task, *of_time], dim=-1)
+
+    def advantages(self, beta, gamma, lam):
+        """GAE with the baseline whose weights are beta (F,): (R, T)."""
+        value = self.mean_reward / (1 - gamma) + self.features() @ beta
+        # A fall is worth 0 from then on. At a time limit the last value stands for what would
+        # follow.
+        next_value = torch.where(self.done, value, value.roll(-1, dims=1))
+        next_value = next_value.masked_fill(self.terminated, 0.0)
+        return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
+
+    def fit_baseline(self, gamma):
+        """beta (F,) by ridge regression over the selected steps of all rows."""
+        X = self.features()[self.mask]
+        M, F = X.shape
+        # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma).
+        y = self.advantages(X.new_zeros(F), gamma, lam=1.0)[self.mask]
+        ridge = RIDGE * torch.eye(F).to(X)
+        return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)
+
+    def steps(self, beta, config):
+        """The selected Steps, with advantages standardised in each row."""
+        weight = self.mask / self.count
+        advantage = self.advantages(beta, config.gamma, config.gae_lambda)
+        advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
+        variance = (weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
+        steps = Steps(self.state, self.action, self.log_prob, advantage, weight)
+        needed = self.mask.any(dim=0)  # columns that no row needs are left out
+        return Steps(*(x[:, needed] for x in steps))
 
 
 # ---- Policies ------------------------------------------------------------------------------------
@@ -162,10 +158,10 @@ def surrogate(mean, log_std, steps):
 
 def divergence(old, new, steps):
     """KL(old || new) of Gaussians (mean, log_std), averaged over the steps of one row."""
-    (mean, log_std), (new_mean, new_log_std) = old, new
-    variance, new_variance = (2 * log_std).exp(), (2 * new_log_std).exp()
-    square = variance + (mean - new_mean) ** 2
-    kl = new_log_std - log_std + 0.5 * square / new_variance - 0.5
+    mean, log_std = old
+    new_mean, new_log_std = new
+    square = (2 * log_std).exp() + (mean - new_mean) ** 2
+    kl = new_log_std - log_std + 0.5 * square / (2 * new_log_std).exp() - 0.5
     return (steps.weight * kl.sum(dim=-1)).sum()
 
 
@@ -196,7 +192,7 @@ class MAML(trmrl.Agent):
 
     def policy_of(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
-        initial = dict(self.named_parameters())
+        initial = dict(self.named_parameters())  # for names and shapes
         parts = weights.split([p.numel() for p in initial.values()])
         named = {name: part.view_as(p) for (name, p), part in zip(initial.items(), parts)}
         return functional_call(self, named, (state,))
@@ -220,13 +216,14 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # Adapt the rows whose exploration has just ended.
+        # The inner step of the rows whose exploration has just ended.
         if t > 0:
-            row = (done[:, -1] & (episode == explorations)).nonzero().squeeze(-1)
-            if len(row) > 0:
-                explored = torch.ones_like(done[row])
-                steps = select_steps(buffer, row, explored, self.betas[0], self.config)
-                buffer.stored["weights"][row] = self.adapt(self.theta, steps)
+            row = done[:, -1] & (episode == explorations)
+            if row.any():
+                all_steps = torch.ones_like(done[row])
+                exploring = Experience(buffer, row, mask=all_steps)
+                inner = exploring.steps(self.betas[0], self.config)
+                buffer.stored["weights"][row] = self.adapt(self.theta, inner)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < explorations) | sample
@@ -236,36 +233,44 @@ class MAML(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """One outer step. The optimizer, Adam, has nothing to do."""
         config = self.config
-        row = torch.arange(len(buffer.eta), device=self.device)
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < config.episodes_per_trial - 1
-        exploring = select_steps(buffer, row, explores, self.betas[0], config)
-        adapted = select_steps(buffer, row, ~explores, self.betas[1], config)
+        all_rows = slice(None)
+        exploring = Experience(buffer, all_rows, mask=explores)
+        adapted = Experience(buffer, all_rows, mask=~explores)
+        inner = exploring.steps(self.betas[0], config)
+        outer = adapted.steps(self.betas[1], config)
 
         def policies(theta):
             """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
-            return vmap(self.policy_of)(self.adapt(theta, exploring), adapted.state)
+            return vmap(self.policy_of)(self.adapt(theta, inner), outer.state)
 
         old = policies(self.theta)
 
         def objective(theta):
             """The surrogate of what the adapted policies earn, averaged over tasks."""
-            return vmap(surrogate)(*policies(theta), adapted).mean()
+            return vmap(surrogate)(*policies(theta), outer).mean()
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(divergence)(old, policies(theta), adapted).mean()
+            return vmap(divergence)(old, policies(theta), outer).mean()
 
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
 
-        for beta, mask in zip(self.betas, (explores, ~explores)):
-            beta.copy_(fit_baseline(buffer, row, mask, config.gamma))
+        # The baselines of the next batch.
+        self.betas[0] = exploring.fit_baseline(config.gamma)
+        self.betas[1] = adapted.fit_baseline(config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+
         returns, _ = buffer.episode_results(config.episodes_per_trial)
-        metrics |= {"return_before": returns[:, 0].mean(), "return_after": returns[:, -1].mean()}
-        return metrics | {"std": self.log_std.exp().mean().item(), "updates": 1}
+        return metrics | {
+            "return_before": returns[:, 0].mean(),
+            "return_after": returns[:, -1].mean(),
+            "std": self.log_std.exp().mean().item(),
+            "updates": 1,
+        }
 
     def parameter_groups(self):
         return [dict(params=list(self.parameters()), lr=0.0)]
@@ -284,7 +289,8 @@ def conjugate_gradients(product, b):
         size = square / (direction.dot(H_direction) + 1e-20)
         x = x + size * direction
         residual = residual - size * H_direction
-        square, old_square = residual.dot(residual), square
+        old_square = square
+        square = residual.dot(residual)
         direction = residual + square / (old_square + 1e-20) * direction
     return x
 
@@ -292,14 +298,14 @@ def conjugate_gradients(product, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl: the new theta and metrics.
 
-    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2. Within the bound the
-    best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate
-    gradients need its products with vectors only.
+    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2, where g is a gradient
+    and H a Hessian. Within the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large
+    to be written down, but conjugate gradients need its products with vectors only.
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start a new run with a lower --inner-lr")
-    _, hessian_product = vjp(grad(kl), theta)
+    _, hessian_product = vjp(grad(kl), theta)  # v -> v.H, which is H v: H is symmetric
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 

@@ -2,12 +2,12 @@
 """PEARL: "Efficient Off-Policy Meta-Reinforcement Learning via Probabilistic Context Variables"
 (Rakelly et al. 2019).
 
-PEARL describes a task by a latent vector z and infers z from transitions, the context c.
-An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is the product
-of all factors, whatever their order. In the first episode of a task the agent draws z from the
-prior N(0, I), in each later one from the posterior given the episodes so far: it adapts from one
-episode to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and
-two Q functions of (s, a, z) from a replay of past trials. The error of the Q functions trains the
+PEARL describes a task by a latent vector z and infers z from transitions, the context c. An encoder
+turns each transition into a Gaussian factor, and the posterior q(z | c) is the product of all
+factors, whatever their order. In the first episode of a task the agent draws z from the prior
+N(0, I), in each later one from the posterior given the episodes so far: it adapts from one episode
+to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and two Q
+functions of (s, a, z) from a replay of past trials. The error of the Q functions trains the
 encoder, too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at
 z.
 
@@ -35,6 +35,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import ClassVar
 
 import numpy as np
@@ -85,6 +86,10 @@ def network(inputs, hidden, outputs):
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
 
+def noise_like(x, generator):
+    return torch.randn(x.shape, generator=generator, device=x.device)
+
+
 class PEARL(trmrl.Agent):
     """Soft actor-critic with a latent variable of the task."""
 
@@ -115,48 +120,28 @@ class PEARL(trmrl.Agent):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
         return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
-    def new_buffer(self, rows, steps, generator):
-        buffer = super().new_buffer(rows, steps, generator)
-        shape = (rows, steps + 1, self.config.latent_size)
-        buffer.stored["z"] = torch.zeros(shape, device=self.device)
-        buffer.stored["z_noise"] = torch.randn(shape, generator=generator, device=self.device)
-        return buffer
-
-    def act(self, buffer, t, sample):
-        """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
-        # z is constant within an episode. Where an episode begins, draw z from the posterior given
-        # all earlier steps of the trial, or from the prior if there are none; in meta-tests, too.
-        z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
-        begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
-        if t > 0:
-            z[:, t] = z[:, t - 1]
-            begins = buffer.eta[:, t - 1] > 0
-        if begins.any():
-            past = buffer.state, buffer.clipped_action, buffer.reward
-            mean, var = self.posterior(*(x[begins, :t] for x in past))
-            z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
-
-        noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
-        action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
-        return action, log_prob, torch.zeros_like(log_prob)
+    def scaled(self, reward):
+        """Rewards of root mean square 1."""
+        return reward / (self.reward_stats.var + self.reward_stats.mean.square() + 1e-8).sqrt()
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
         M, C = reward.shape
-        if C == 0:
+        if C == 0:  # the prior
             zeros = torch.zeros(M, self.config.latent_size, device=self.device)
             return zeros, zeros + 1
-        transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
-        # q(z | c) is proportional to prod_n N(z; mean_n, var_n): precisions add up and weight the
-        # means.
-        mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
-        precision = 1 / (F.softplus(raw_var) + 1e-6)
-        var = 1 / precision.sum(dim=1)
-        return var * (precision * mean).sum(dim=1), var
 
-    def scaled(self, reward):
-        """Rewards of root mean square 1."""
-        return reward / (self.reward_stats.var + self.reward_stats.mean.square() + 1e-8).sqrt()
+        # Each transition c_n gives a factor N(z; mean_n, var_n).
+        transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
+        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
+        factor_var = F.softplus(raw_var) + 1e-6
+
+        # q(z | c) is proportional to the product of the factors: precisions (1 / var_n) add up, and
+        # they weight the means.
+        precision = 1 / factor_var
+        var = 1 / precision.sum(dim=1)
+        mean = var * (precision * factor_mean).sum(dim=1)
+        return mean, var
 
     def pi(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
@@ -174,38 +159,88 @@ class PEARL(trmrl.Agent):
         x = torch.cat([state, action, z], dim=-1)
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
-    def loss_of(self, context, batch, next_batch, generator):
-        """The loss of everything that is learned, and metrics."""
+    def new_buffer(self, rows, steps, generator):
+        """z[:, t] is the z of step t; z_noise[:, t] draws it if an episode begins there."""
+        buffer = super().new_buffer(rows, steps, generator)
+        z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
+        buffer.stored["z"] = z
+        buffer.stored["z_noise"] = noise_like(z, generator)
+        return buffer
+
+    def act(self, buffer, t, sample):
+        """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
+        # z is constant within an episode. Where an episode begins, draw z from the posterior given
+        # all earlier steps of the trial, or from the prior if there are none; in meta-tests, too.
+        z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
+        begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
+        if t > 0:
+            z[:, t] = z[:, t - 1]
+            begins = buffer.eta[:, t - 1] > 0
+        if begins.any():
+            past = (buffer.state, buffer.clipped_action, buffer.reward)
+            state, action, reward = (x[begins, :t] for x in past)
+            mean, var = self.posterior(state, action, reward)
+            z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
+
+        noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
+        action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
+        return action, log_prob, torch.zeros_like(log_prob)
+
+    def update(self, buffer, optimizer, generator):
+        """Add the trials to the replay, then take gradient steps on it."""
+        config = self.config
+        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+        self.reward_stats.update(buffer.reward.reshape(-1, 1))
+        self.remember(buffer)
+
+        totals = 0.0
+        for _ in range(config.updates):
+            context, batch, next_batch = self.replay.sample(config, generator)
+            loss, metrics = self.loss(context, batch, next_batch, generator)
+            metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
+            totals = totals + torch.stack(list(metrics.values()))
+            for target, critic in zip(self.targets.parameters(), self.critics.parameters()):
+                target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
+
+        means = (totals / config.updates).tolist()
+        return dict(zip(metrics, means)) | {"updates": config.updates}
+
+    def loss(self, context, batch, next_batch, generator):
+        """The loss of everything that is learned, and metrics (Algorithm 1 of the paper)."""
+        state, action, reward, terminated, timed_out = self.unpack(batch)
+        next_state, *_ = self.unpack(next_batch)
+
         # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
-        state, action, reward, terminated, timed_out = self.unpack(batch)
-        next_state = self.unpack(next_batch)[0]
-
-        def noise_like(x):
-            return torch.randn(x.shape, generator=generator, device=x.device)
+        r = (1 - gamma) * self.scaled(reward)
 
         # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
-        mean, var = self.posterior(*self.unpack(context)[:3])
-        z = mean + var.sqrt() * noise_like(mean)
+        context_state, context_action, context_reward, *_ = self.unpack(context)
+        mean, var = self.posterior(context_state, context_action, context_reward)
+        z = mean + var.sqrt() * noise_like(mean, generator)
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
 
         # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z).
         with torch.no_grad():
-            next_action, log_prob = self.pi(next_state, z, noise_like(action))
+            next_action, log_prob = self.pi(next_state, z, noise_like(action, generator))
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
             next_value = next_q - alpha * log_prob
-            y = (1 - gamma) * self.scaled(reward) + gamma * (1 - terminated) * next_value
-        # At a time limit the next state is that of the next episode, so there is no target.
-        error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)
+            y = r + gamma * (1 - terminated) * next_value
+
+        # The critics' error trains the encoder, too, by way of z. At a time limit the next state is
+        # that of the next episode, so there is no target.
+        error = self.q(self.critics, state, action, z) - y  # (2, M, B)
+        error = (1 - timed_out) * error
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). Only the policy does:
         # the gradient reaches neither the critics nor, by way of z, the encoder.
+        z = z.detach()
         self.critics.requires_grad_(False)
-        new_action, log_prob = self.pi(state, z.detach(), noise_like(action))
-        q = self.q(self.critics, state, new_action, z.detach()).amin(dim=0)
+        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
+        q = self.q(self.critics, state, new_action, z).amin(dim=0)
         policy_loss = (alpha * log_prob - q).mean()
         self.critics.requires_grad_(True)
 
@@ -213,45 +248,26 @@ class PEARL(trmrl.Agent):
         metrics = {"critic_loss": critic_loss, "q": q.mean(), "kl": kl, "entropy": -log_prob.mean()}
         return loss, {name: x.detach() for name, x in metrics.items()}
 
-    def unpack(self, step):
-        """State, action, reward, terminated, timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        observation, action, *others = step.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in others)
-
     def remember(self, buffer):
         """Add trials to the replay. After --resume, the replay is first read from its file."""
         timed_out = buffer.eta * ~buffer.terminated
         others = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
-        others = F.pad(others, (0, 0, 0, 1))  # the last column has only an observation
-        steps = torch.cat([buffer.observation, buffer.clipped_action, others], dim=-1)
+        others = F.pad(others, (0, 0, 0, 1))  # after the last step there is only an observation
+        trials = torch.cat([buffer.observation, buffer.clipped_action, others], dim=-1)
         if self.replay is None:
-            path = self.folder / "replay.bin" if self.folder else None
             size = min(self.config.replay_size, self.config.total_steps)
             capacity = math.ceil(size / buffer.reward.numel())
+            file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
             iterations = int(self.replay_iterations)
-            self.replay = Replay(path, steps.shape, capacity, iterations, self.device)
-        self.replay.append(steps)
+            self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
+        self.replay.append(trials)
         self.replay_iterations += 1
 
-    def update(self, buffer, optimizer, generator):
-        """Remember the trials, then take gradient steps on the replay."""
-        config = self.config
-        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
-        self.reward_stats.update(buffer.reward.reshape(-1, 1))
-        self.remember(buffer)
-
-        critics, targets = list(self.critics.parameters()), list(self.targets.parameters())
-        totals = 0.0
-        for _ in range(config.updates):
-            loss, metrics = self.loss_of(*self.replay.sample(config, generator), generator)
-            metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
-            totals = totals + torch.stack(list(metrics.values()))
-            for target, critic in zip(targets, critics):
-                target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
-
-        means = (totals / config.updates).tolist()
-        return dict(zip(metrics, means)) | {"updates": config.updates}
+    def unpack(self, steps):
+        """State, action, reward, terminated and timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        observation, action, *others = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in others)
 
 
 # ---- Replay --------------------------------------------------------------------------------------
@@ -264,36 +280,29 @@ class PEARL(trmrl.Agent):
 class Replay:
     """The trials of the last K iterations, (K, R, T + 1, width), and their file.
 
-    The numbers of a step: observation (S), action (A), reward, terminated, timed_out. The last
-    column has an observation only.
+    The numbers of a step: observation (S), action (A), reward, terminated, timed_out.
     """
 
-    def __init__(self, path, shape, capacity, iterations, device):
+    def __init__(self, file, shape, capacity, iterations, device):
         """`iterations`: how many the file holds; `capacity`: K, how many are kept in memory."""
-        self.path = path  # None: no file
+        self.file = file
         self.iterations = iterations
         self.trials = torch.zeros(capacity, *shape, device=device)
-        self.bytes_per_iteration = self.trials[0].nbytes
-        self.check_file()
-        for i in range(max(0, iterations - capacity), iterations):
-            offset = i * self.bytes_per_iteration
-            numbers = np.fromfile(path, np.float32, math.prod(shape), offset=offset)
-            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape).to(device)
 
-    def check_file(self):
-        size = self.path.stat().st_size if self.path and self.path.is_file() else 0
-        if self.path and size < self.iterations * self.bytes_per_iteration:
-            raise trmrl.UserError(f"{self.path} has lost trials; start a new run")
+        bytes_per_iteration = self.trials[0].nbytes
+        if file.seek(0, os.SEEK_END) < iterations * bytes_per_iteration:
+            raise trmrl.UserError(f"{file.name} has lost trials; start a new run")
+        file.truncate(iterations * bytes_per_iteration)
+        for i in range(max(0, iterations - capacity), iterations):
+            file.seek(i * bytes_per_iteration)
+            numbers = np.fromfile(file, np.float32, math.prod(shape))
+            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape)
 
     def append(self, trials):
         """Add the trials of an iteration, (R, T + 1, width)."""
-        if self.path:
-            self.check_file()
-            with open(self.path, "ab") as f:
-                f.truncate(self.iterations * self.bytes_per_iteration)
-                f.write(trials.cpu().numpy().tobytes())
-                f.flush()
-                os.fsync(f.fileno())
+        self.file.write(trials.cpu().numpy().tobytes())
+        self.file.flush()
+        os.fsync(self.file.fileno())
         self.trials[self.iterations % len(self.trials)] = trials
         self.iterations += 1
 

@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from dataclasses import fields
+from tempfile import TemporaryFile
 
 import numpy as np
 import pytest
@@ -487,7 +488,7 @@ def test_losses_and_gradients_are_those_by_hand():
     for x in agent.targets.parameters():
         x.add_(0.3 * torch.randn_like(x))  # as after some training
     batch = random_batch()
-    loss, metrics = agent.loss_of(*batch, torch.Generator().manual_seed(5))
+    loss, metrics = agent.loss(*batch, torch.Generator().manual_seed(5))
     loss.backward()
     by_hand = losses_by_hand(agent, *batch, torch.Generator().manual_seed(5))
     critic_loss, policy_loss, kl = by_hand
@@ -527,7 +528,7 @@ def test_targets_follow_the_critics_slowly():
 
 def sample_numbered(iterations, capacity, **settings):
     """Samples of a replay whose steps say where they are from: iteration, row, t < 12."""
-    replay = pearl.Replay(None, (3, 13, 3), capacity, 0, "cpu")
+    replay = pearl.Replay(TemporaryFile(), (3, 13, 3), capacity, iterations=0, device="cpu")
     row, t = torch.meshgrid(torch.arange(3), torch.arange(13), indexing="ij")
     for i in range(iterations):
         replay.append(torch.stack([torch.full_like(row, i), row, t], dim=-1).float())

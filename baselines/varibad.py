@@ -20,7 +20,6 @@ transitions, too, where they differ between tasks; here they differ in ML45 only
 Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps; Z numbers of z.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,25 +56,28 @@ class Config(trmrl.Config):
 
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
-    """KL(N(mean, var) || N(prior_mean, prior_var)) of independent components, (..., n) -> (...)."""
+    """KL(N(mean, var) || N(prior_mean, prior_var)) of independent components, (..., Z) -> (...)."""
     ratio = (log_var - prior_log_var).exp()
     distance = (mean - prior_mean).square() / prior_log_var.exp()
     return 0.5 * (ratio + distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
 
 
 class VAE(nn.Module):
-    """The encoder q(z | tau_{:t}) and the reward decoder p(r_i | s_i, a_i, s_{i+1}, z)."""
+    """The encoder q(z | tau_{:t}) and the reward decoder p(r_i | s_i, a_i, s_{i+1}, z).
+
+    A belief is the mean and the log-variance of q(z | tau_{:t}), 2 Z numbers.
+    """
 
     def __init__(self, S, A, d, latent_size):
         super().__init__()
         self.gru = nn.GRU(S + A + 2, d, batch_first=True)
-        self.to_belief = nn.Linear(d, 2 * latent_size)  # mean and log-variance
+        self.to_belief = nn.Linear(d, 2 * latent_size)
         self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden=None):
         """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 Z) and the last hidden state (1, R, d)."""
-        h, last = self.gru(x, hidden)
-        return self.to_belief(h), last
+        output, last_hidden = self.gru(x, hidden)
+        return self.to_belief(output), last_hidden
 
     def decode(self, z, transition):
         """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, Z)."""
@@ -113,12 +115,12 @@ class VariBAD(trmrl.Agent):
     @torch.no_grad()
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
-        hidden, belief = buffer.stored["hidden"], buffer.stored["belief"]
+        hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
-        x = gru_inputs(buffer, row, torch.full_like(row, t))[:, None]
-        b, h = self.vae.encode(x, hidden[None, :, t].contiguous())
-        hidden[:, t + 1] = h[0]
-        belief[:, t] = b[:, 0]
+        x = gru_inputs(buffer, row, torch.full_like(row, t))
+        belief, next_hidden = self.vae.encode(x[:, None], hidden[None, :, t].contiguous())
+        hidden[:, t + 1] = next_hidden[0]
+        buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
@@ -130,16 +132,18 @@ class VariBAD(trmrl.Agent):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(buffer, optimizer, generator)
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
+
         R = len(buffer.reward)
-        T = math.prod(segments(buffer.reward.shape[1]))  # without the remainder
+        per_row, length = segments(buffer.reward.shape[1])
+        T = per_row * length  # a remainder of the row is left out
+        noise_shape = (R, BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         for _ in range(self.config.vae_updates):
             # A whole ELBO has T x T rewards to decode. We draw (with replacement) K of the T
             # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
             belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
             reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
-            shape = (R, BELIEFS, self.config.latent_size)
-            noise = torch.randn(shape, generator=generator, device=self.device)
+            noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
@@ -160,18 +164,9 @@ class VariBAD(trmrl.Agent):
         the inner one by i in reward_steps (J,), the expectation by one z per t, from its noise (R,
         K, Z).
         """
-        R = len(buffer.reward)
-        per_row, length = segments(buffer.reward.shape[1])
-        T = per_row * length  # a remainder of the row is left out
-        row = torch.arange(R, device=self.device)[:, None]
-        t = torch.arange(T, device=self.device).expand(R, T)
-
-        # As in RL^2 the gradient flows back through segments, from the stored hidden states. These
-        # are of the encoder that acted, so beliefs do not quite join between segments.
-        x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
-        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
-        belief = self.vae.encode(x, hidden)[0].view(R, T, -1)
+        belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
+        T = belief.shape[1]
 
         # z ~ q(z | tau_{:t}), written so that the gradient reaches mean and variance.
         std = (0.5 * log_var[:, belief_steps]).exp()
@@ -181,16 +176,32 @@ class VariBAD(trmrl.Agent):
         # out: the state after it is not in the row, since the next episode begins there.
         i = reward_steps
         parts = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
-        transition = torch.cat(parts, dim=-1)
-        predicted = self.vae.decode(z, transition)  # (R, K, J)
+        predicted = self.vae.decode(z, torch.cat(parts, dim=-1))  # (R, K, J)
         reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J)
         not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it. This term is cheap, so it is not sampled.
         prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
-        kl = kl_divergence(mean, log_var, *prior.chunk(2, dim=-1)).mean() / T
+        prior_mean, prior_log_var = prior.chunk(2, dim=-1)
+        kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
         return error, kl
+
+    def encode_trials(self, buffer):
+        """The beliefs of all steps, (R, T, 2 Z); T is without the remainder of the row.
+
+        As in RL^2 the gradient flows back through segments, from the stored hidden states. These
+        are of the encoder that acted, so beliefs do not quite join between segments.
+        """
+        R = len(buffer.reward)
+        per_row, length = segments(buffer.reward.shape[1])
+        T = per_row * length
+        row = torch.arange(R, device=self.device)[:, None]
+        t = torch.arange(T, device=self.device).expand(R, T)
+        x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
+        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
+        belief, _ = self.vae.encode(x, hidden)
+        return belief.view(R, T, -1)
 
     def parameter_groups(self):
         """For Adam: the VAE has a learning rate of its own."""
