@@ -514,7 +514,7 @@ def test_an_update_is_plain_adam_over_shuffled_minibatches():
     for row, t in minibatches:
         old = buffer.log_prob[row, t], advantage[row, t], returns[row, t]
         mean, value = twin(buffer, row, t)
-        log_prob = twin.log_prob(mean, buffer.action[row, t])
+        log_prob = trmrl.gaussian_log_prob(mean, twin.log_std, buffer.action[row, t])
         loss, expected = trmrl.ppo_loss(log_prob, value, *old, clip=0.2)
         kls.append(expected["approx_kl"].item())
         adam.zero_grad()

@@ -659,6 +659,10 @@ class RunningStats(nn.Module):
     def forward(self, x):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
+    @property
+    def root_mean_square(self):
+        return (self.var + self.mean.square() + 1e-8).sqrt()
+
     def update(self, x):
         """Merge the mean and variance of x (M, size) into the running ones (Chan's formula)."""
         mean, var = moments(x)
@@ -679,6 +683,12 @@ def mlp(sizes, output_scale=1.0):
         modules += [linear, nn.Tanh()]
     linear.weight.data *= output_scale
     return nn.Sequential(*modules[:-1])  # no tanh after the last layer
+
+
+def gaussian_log_prob(mean, log_std, action):
+    """Log-density of actions (..., A) under independent Gaussians: (...)."""
+    z = (action - mean) / log_std.exp()
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
 
 
 class Agent(nn.Module):
@@ -729,12 +739,7 @@ class Agent(nn.Module):
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
         action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
-        return action, self.log_prob(mean, action), value
-
-    def log_prob(self, mean, action):
-        """Log-density of a diagonal Gaussian: (M, A), (M, A) -> (M,)."""
-        z = (action - mean) / self.log_std.exp()
-        return (-0.5 * z.square() - self.log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+        return action, gaussian_log_prob(mean, self.log_std, action), value
 
     def minibatches(self, buffer, generator):
         """All steps in random order, `minibatch` at a time; an incomplete last one is dropped."""
@@ -897,8 +902,7 @@ def advantages_and_targets(agent, buffer):
 
     # Scale rewards so that values are of order 1: a constant reward r has value r / (1 - gamma).
     agent.reward_stats.update(buffer.reward.reshape(-1, 1))
-    root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
-    reward = (1 - config.gamma) / root_mean_square * buffer.reward
+    reward = (1 - config.gamma) / agent.reward_stats.root_mean_square * buffer.reward
 
     # The last step of a row always ends a trajectory, so that the 1 is replaced.
     ends = buffer.trajectory_ends
@@ -948,7 +952,7 @@ def ppo_update(agent, buffer, optimizer, generator):
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
-            log_prob = agent.log_prob(mean, buffer.action[row, t])
+            log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
             old_log_prob = buffer.log_prob[row, t]
             loss, metrics = ppo_loss(
                 log_prob, value, old_log_prob, advantage[row, t], value_target[row, t], clip

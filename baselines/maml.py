@@ -19,7 +19,6 @@ Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and 
 and an action; P weights of the policy, as one vector; F features.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -139,12 +138,6 @@ class Experience:
 # ---- Policies ------------------------------------------------------------------------------------
 
 
-def log_likelihood(mean, log_std, action):
-    """log pi(a | s) of a Gaussian with independent components, (..., A) -> (...)."""
-    z = (action - mean) / log_std.exp()
-    return (-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
-
-
 def surrogate(mean, log_std, steps):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
@@ -152,7 +145,7 @@ def surrogate(mean, log_std, steps):
     derivatives would be wrong; with the ratio of each step they are nearly right (Rothfuss et al.
     2019).
     """
-    ratio = (log_likelihood(mean, log_std, steps.action) - steps.log_prob).exp()
+    ratio = (trmrl.gaussian_log_prob(mean, log_std, steps.action) - steps.log_prob).exp()
     return (steps.weight * steps.advantage * ratio).sum()
 
 
@@ -228,7 +221,7 @@ class MAML(trmrl.Agent):
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < explorations) | sample
         action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
-        return action, log_likelihood(mean, log_std, action), torch.zeros_like(mean[:, 0])
+        return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
         """One outer step. The optimizer, Adam, has nothing to do."""

@@ -122,7 +122,7 @@ class PEARL(trmrl.Agent):
 
     def scaled(self, reward):
         """Rewards of root mean square 1."""
-        return reward / (self.reward_stats.var + self.reward_stats.mean.square() + 1e-8).sqrt()
+        return reward / self.reward_stats.root_mean_square
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""

@@ -88,7 +88,7 @@ def all_steps(buffer):
 def predictions(agent, buffer):
     """log_prob of the stored actions and value of all steps, (R, T) each, as PPO sees them."""
     mean, value = agent(buffer, *all_steps(buffer))
-    return agent.log_prob(mean, buffer.action), value
+    return trmrl.gaussian_log_prob(mean, agent.log_std, buffer.action), value
 
 
 def memories_by_hand(buffer, row, t):
