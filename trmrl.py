@@ -55,7 +55,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
 
 import gymnasium
 import mujoco.rollout
@@ -99,8 +98,8 @@ def setting(group, default, help, low=0, high=10**9):
 @dataclass
 class Config:
     # Not settings. A baseline overrides these two: its presets, and the fields it does not use.
-    presets: ClassVar = PRESETS
-    unused: ClassVar = ()
+    presets = PRESETS
+    unused = ()
 
     env: str = setting("run", "halfcheetah_vel", "task family")
     seed: int = setting("run", 1, "seed of training", high=2**31 - 1)

@@ -21,7 +21,7 @@ and an action; P weights of the policy, as one vector; F features.
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ PRESETS["ant_dir"] |= dict(total_steps=5_000_000)
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = PRESETS
-    unused: ClassVar = (*MEMORY_FIELDS, "d_model")
+    presets = PRESETS
+    unused = (*MEMORY_FIELDS, "d_model")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
     # The scored episode, E + 1, must be one of the six of a meta-test.

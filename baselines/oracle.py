@@ -10,7 +10,6 @@ perfect score is due to the robot and to PPO. On ML45 it is weak: it is told the
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -23,8 +22,8 @@ CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused: ClassVar = (*MEMORY_FIELDS, "d_model")
+    presets = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
+    unused = (*MEMORY_FIELDS, "d_model")
 
 
 class Oracle(trmrl.Agent):

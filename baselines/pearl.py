@@ -36,7 +36,6 @@ import os
 import sys
 from dataclasses import dataclass
 from tempfile import TemporaryFile
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -56,8 +55,8 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = PRESETS
-    unused: ClassVar = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
+    presets = PRESETS
+    unused = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
     unused += ("clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")

@@ -18,7 +18,6 @@ trajectory of PPO (though not the memory), policy and value share one GRU, and i
 import math
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -38,8 +37,8 @@ for env in ("ml1", "ml45"):
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = PRESETS
-    unused: ClassVar = MEMORY_FIELDS
+    presets = PRESETS
+    unused = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")

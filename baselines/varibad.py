@@ -22,7 +22,6 @@ Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps; Z n
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -45,8 +44,8 @@ for env in ("ml1", "ml45"):
 
 @dataclass
 class Config(trmrl.Config):
-    presets: ClassVar = PRESETS
-    unused: ClassVar = MEMORY_FIELDS
+    presets = PRESETS
+    unused = MEMORY_FIELDS
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
