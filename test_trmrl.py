@@ -1632,7 +1632,7 @@ def test_the_live_line_fits_80_columns_with_its_test_score(env, score, tmp_path,
     monkeypatch.setattr(trmrl.time, "monotonic", iter(range(0, 10**9, 20_000)).__next__)
 
     def train_largely(run, train=trmrl.train_until_finished):
-        run.steps_per_iteration = 1_250_000
+        run.steps_per_iteration, run.total_steps = 1_250_000, 5_000_000
         return train(run)
 
     monkeypatch.setattr(trmrl, "train_until_finished", train_largely)
