@@ -18,9 +18,8 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper; 0, 10 and 11 are machinery, which you can skip at first.
+Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first.
 
-     0. Errors and processes
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
      3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what a step sees
@@ -31,11 +30,12 @@ Sections 2 to 9 follow the paper; 0, 10 and 11 are machinery, which you can skip
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
     10. Runs                saving, resuming and reporting
-    11. Command line        flags, and errors that fit on one line
+    11. Processes           devices, and several processes with torchrun
+    12. Command line        flags, and errors that fit on one line
 
-Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: R
-rows of T steps in a buffer; M steps, from any rows, in a forward pass; N memory slots, L layers, E
-episodes per trial; S, A, k and d are the sizes of a state, an action, a task and a memory.
+Differences from the paper are noted where they occur; docs/differences.md lists all. Letters: N
+memory slots, L layers, E episodes per trial; R rows of T steps in a buffer; M steps, from any rows,
+in a forward pass; S, A, k and d are the sizes of a state, an action, a task and a memory.
 """
 
 import argparse
@@ -59,48 +59,11 @@ import mujoco.rollout
 import numpy as np
 import torch
 import torch.nn.functional as F
+from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
-
-# ---- 0. Errors and processes ---------------------------------------------------------------------
-
-
-class UserError(Exception):
-    """An error the user can fix; the command line prints it as one line."""
-
-
-def did_you_mean(name, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-# With torchrun each process has its share of the tasks and of every minibatch. Gradients are
-# averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
-# this is process 0 of 1, and sums over processes do nothing.
-RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-
-
-def sum_over_processes(x):
-    """Replace x by its sum over all processes."""
-    if WORLD_SIZE > 1:
-        try:
-            dist.all_reduce(x)
-        except RuntimeError as error:
-            raise ConnectionError(f"process {RANK} lost the others ({error})") from None
-    return x
-
-
-def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
-    n = len(x) * WORLD_SIZE
-    mean = sum_over_processes(x.sum(dim=0)) / n
-    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
-    return mean, var
-
 
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
@@ -116,7 +79,7 @@ LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
 ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
-METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)
+METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # the settings of both
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -126,13 +89,13 @@ PRESETS = {
 
 
 def setting(group, default, help, low=0, high=10**9):
-    """A field of Config: its group in --help, its default, its meaning and its bounds."""
+    """A field of Config: its group in --help, default, meaning and, for numbers, bounds."""
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
 @dataclass
 class Config:
-    # A baseline overrides these two: its presets, and the names of the fields that it does not use.
+    # A baseline overrides these two: its presets, and the fields that it does not use.
     presets: ClassVar = PRESETS
     unused: ClassVar = ()
 
@@ -167,9 +130,8 @@ class Config:
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        # ml1_push has the preset of ml1.
+        # ml1_push takes the preset of ml1; a family of your own, that of the half-cheetah.
         family = self.env if self.env in self.presets else self.env.split("_")[0]
-        # A family of your own starts from the preset of the half-cheetah.
         preset = self.presets.get(family, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
             if getattr(self, name) is None:
@@ -212,12 +174,11 @@ class TaskFamily(VectorEnv):
     splits = ("train", "test")
     classes = ()  # names, if the family has several kinds of tasks
     episode_length = 200
-    sample_at_test = False  # whether a meta-test samples actions or takes their means
+    sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
 
     def __init__(self, num_envs, seed, split, state_size, action_size):
         if split not in self.splits:
             raise UserError(f"this family has no split {split!r}, only {', '.join(self.splits)}")
-        Box = gymnasium.spaces.Box
         self.num_envs = num_envs
         self.single_observation_space = Box(-np.inf, np.inf, (state_size,), np.float32)
         self.single_action_space = Box(-1.0, 1.0, (action_size,), np.float32)
@@ -242,6 +203,7 @@ class TaskFamily(VectorEnv):
         return self.observation().astype(np.float32), {}
 
     def step(self, actions):
+        """One step of every environment. Nothing is reset: where an episode ends, call reset."""
         actions = np.asarray(actions, dtype=np.float64)
         actions = np.clip(np.nan_to_num(actions), -1.0, 1.0)  # NaN would break the physics
         reward, terminated, info = self.advance(actions)
@@ -265,7 +227,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # set by --threads, see Run and eval_command
+        threads = torch.get_num_threads()  # of PyTorch; --threads sets it
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
@@ -343,16 +305,16 @@ class AntDir(MujocoFamily):
 
     def reward(self, x_velocity, actions):
         effort = 0.5 * np.square(actions).sum(axis=1)
-        survival = 1.0 * self.healthy()
+        survival = self.healthy().astype(float)
         return self.tasks[:, 0] * x_velocity - effort + survival
 
 
 @functools.cache
 def metaworld_tasks(env):
-    """The names of the classes of MetaWorld's benchmark, its training tasks and its test tasks.
+    """Class names, training tasks and test tasks of a MetaWorld benchmark (v3; the paper: v2).
 
-    Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec, which holds the
-    position of the goal and often that of the object, padded with zeros. The paper used v2.
+    Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec (3 or 6 numbers:
+    positions of the goal and often of the object), padded with zeros.
     """
     import metaworld  # takes a second
 
@@ -370,7 +332,7 @@ def metaworld_tasks(env):
             class_id = classes.index(task.env_name)
             rand_vec = pickle.loads(task.data)["rand_vec"]
             tasks[split_id, class_id, i % 50, : 1 + len(rand_vec)] = [class_id, *rand_vec]
-    return classes, *tasks
+    return classes, tasks[0], tasks[1]
 
 
 class MetaWorldFamily(TaskFamily):
@@ -382,7 +344,7 @@ class MetaWorldFamily(TaskFamily):
         self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
         # MetaWorld's episodes have 500 steps; our training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
-        # In Reach the object plays no part, but its position tells which of the 50 training goals
+        # In Reach the object plays no part, but its position reveals which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
         # Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
@@ -402,8 +364,8 @@ class MetaWorldFamily(TaskFamily):
         """The first task of each class in turn, then the second, until there are n."""
         num_classes = len(self.classes)
         if n % num_classes:
-            where = "--num-tasks (per process) and --eval-tasks"
-            raise UserError(f"{where} must be multiples of the {num_classes} classes")
+            names = "--num-tasks (per process) and --eval-tasks"
+            raise UserError(f"{names} must be multiples of the {num_classes} classes")
         turn, class_id = divmod(np.arange(n), num_classes)  # 3 classes: 000111 and 012012
         return tasks[class_id, turn % 50]
 
@@ -459,10 +421,9 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
-# We call the tuple (s, a, r, eta) of a step a token, with s normalised, a clipped and r as received
-# (only PPO scales it); phi (section 5) maps it to a working memory. At step t the agent sees the
-# tokens of the last N steps, t included. The action, reward and eta of step t are not known yet:
-# they are PAD, zero.
+# A token is the tuple (s, a, r, eta) of a step: s normalised, a clipped, r as received. phi, in
+# section 5, maps it to a working memory. At step t the agent sees the tokens of the last N steps, t
+# included. The action, reward and eta of step t are not known yet: they are PAD, zero.
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
 # too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
@@ -473,14 +434,14 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # row. Where an episode ends early (we call it a fall), another one begins at once, in the same row,
 # which may then end in the middle of an episode. What an ending does:
 #
-#                      eta   memory    trajectory of PPO   value of the next state
+#                      eta   memory    PPO trajectory      value of the next state
 #     fall             1     cleared   ends                0
 #     time limit       1     cleared   ends                bootstrapped
 #     end of the row   -     -         ends                bootstrapped
 #
 # With --keep-memory neither a fall nor a time limit clears the memory, and at a time limit the
 # trajectory continues into the next episode. The agent still sees only N steps, so what it kept
-# matters in the first N - 1 steps of an episode only.
+# matters only in the first N - 1 steps of an episode.
 
 
 class Buffer:
@@ -489,8 +450,8 @@ class Buffer:
     `window` gathers the tokens that a step sees, so every step is stored only once.
     """
 
-    def __init__(self, rows, steps, sizes, generator):
-        R, T, (S, A, _) = rows, steps, sizes
+    def __init__(self, R, T, sizes, generator):
+        S, A, _ = sizes
         zeros = functools.partial(torch.zeros, device=generator.device)
 
         # What the agent may remember. Column T is for the state after the last step. The four
@@ -500,7 +461,7 @@ class Buffer:
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # where the memory of a step begins
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # the oldest step it may see
 
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
@@ -512,10 +473,10 @@ class Buffer:
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a trajectory of PPO ends, see above.
+        # Where a PPO trajectory ends, see above.
         self.terminated = zeros(R, T, dtype=torch.bool)  # a fall
         self.ends = zeros(R, T, dtype=torch.bool)
-        self.end_value = zeros(R, T)  # there: value of the state that follows, 0 after a fall
+        self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 after a fall
 
         # For analysis: arrays (R, T) such as success, x_velocity and diverged.
         self.info = {}
@@ -536,8 +497,8 @@ class Buffer:
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
 
-        An episode succeeds if any of its steps does (the paper does not say); NaN if the family has
-        no success.
+        A row of n time limits holds at least n episodes. An episode succeeds if any of its steps
+        does (the paper does not say); NaN if the family has no success.
         """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
@@ -551,9 +512,9 @@ class Buffer:
 
 
 def window(buffer, row, t, N):
-    """What step t[m] of row[m] sees; row and t are (M,). Acting and learning both call this.
+    """The tokens that step t[m] of row row[m] sees. Acting and learning both call this.
 
-    Returns tokens (M, N, S + A + 2), oldest first, and the slot of the current step (M,).
+    row, t: (M,). Returns tokens (M, N, S + A + 2), oldest first, and the current step's slot (M,).
     Algorithm 1 pads on the left, has no mask for the padding, and reads the last slot. We fill the
     first slots first, as "Memory Write Logic" says, and read the current one. Empty slots come
     after it, so the causal mask hides them. For N = 3 and an episode that began at step 7, with -
@@ -586,9 +547,10 @@ def window(buffer, row, t, N):
 # Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
-# is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, and Eq. 4 and 5 have
-# slips in their indices and divide by sqrt(d) outside the softmax. App. E does not say what takes
-# the place of T-Fixup; with --no-tfixup we use layer normalisation after each residual.
+# is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, Eq. 4 and 5 divide
+# by sqrt(d) outside the softmax, and some of their indices are slips (i <= j for j <= i, W_v(phi_t)
+# for W_v(phi_n)). App. E does not say what replaces T-Fixup when it is off; with --no-tfixup we use
+# layer normalisation after each residual.
 
 
 def sinusoids(N, d):
@@ -627,6 +589,7 @@ class Layer(nn.Module):
         """
         q, k, v = self.query(queries), self.key(memories), self.value(memories)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        # Now q is (M, heads, n, d / heads); k and v are (M, heads, N, d / heads).
 
         # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
         # computes both in one call.
@@ -659,7 +622,8 @@ class Transformer(nn.Module):
         for layer in self.layers[:-1]:
             e = layer(e, e, causal)
 
-        # The policy reads the current slot only: in the last layer it is the only query.
+        # The policy reads the current slot only, so the last layer refines no other slot: the same
+        # result for less work.
         query = e[torch.arange(M, device=e.device), current_slot][:, None]  # (M, 1, d)
         visible = causal[current_slot][:, None, None]  # (M, 1, 1, N)
         return self.layers[-1](query, e, visible)[:, 0]
@@ -670,11 +634,11 @@ class Transformer(nn.Module):
 # Agent is what TrMRL and the baselines share: a normalizer, and a policy head and a value head that
 # read the same vector e. A subclass says how `recall` computes e from what the agent has seen.
 # Because both heads share it, learning values also teaches `recall` to identify the task. The paper
-# does not describe a value function, the form of the heads or how to normalise states: all ours.
+# does not describe a value function, the heads or how states are normalised: these are ours.
 
 
 class RunningStats(nn.Module):
-    """Running mean and variance of everything seen so far; calling it normalises."""
+    """A running mean and variance; calling it normalises with them."""
 
     def __init__(self, size):
         super().__init__()
@@ -686,7 +650,7 @@ class RunningStats(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10.0, 10.0)
 
     def update(self, x):
-        """Merge the rows of x (M, size), of all processes, by Chan's formula."""
+        """Merge the mean and variance of x (M, size) into the running ones (Chan's formula)."""
         mean, var = moments(x)
         n = len(x) * WORLD_SIZE
         self.count += n
@@ -722,7 +686,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    test_episodes = 1  # episodes in a periodic meta-test; the last of them is scored, always
+    test_episodes = 1  # of a periodic meta-test; every meta-test scores the last of these
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -753,9 +717,7 @@ class Agent(nn.Module):
         """Action (R, A) of step t, a sample or the mean; its log_prob (R,) and the value (R,)."""
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
-        action = mean
-        if sample:
-            action = mean + self.log_std.exp() * buffer.noise[:, t]
+        action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
         return action, self.log_prob(mean, action), value
 
     def log_prob(self, mean, action):
@@ -801,7 +763,7 @@ class TrMRL(Agent):
         self.transformer = Transformer(L, d, config.heads, config.tfixup)
 
     def recall(self, buffer, row, t):
-        """The episodic memory e^L of step t of each row, (M, d)."""
+        """The episodic memory e^L of step t[m] of row row[m], (M, d)."""
         tokens, current_slot = window(buffer, row, t, self.config.memory_length)
         e0 = self.phi(tokens) + self.positions  # (M, N, d): working memories and positions
         return self.transformer(e0, current_slot)
@@ -818,7 +780,7 @@ class Player:
 
         player = Player(agent, envs.num_envs)
         observation, _ = envs.reset(seed=0)
-        for t in range(envs.episode_length):
+        for _ in range(envs.episode_length):
             action = player.act(observation)
             observation, reward, terminated, truncated, _ = envs.step(action)
             player.observe(observation, reward, terminated, truncated)
@@ -847,7 +809,7 @@ class Player:
 
     @torch.no_grad()
     def observe(self, observation, reward, terminated, truncated):
-        """B <- B u (s_t, a_t, r_t, eta_t). `observation` is s_{t+1}, before any reset."""
+        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset."""
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
@@ -857,8 +819,8 @@ class Player:
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
         # A trajectory ends at a fall, where the row ends, and where the time limit ends an episode
-        # whose memory is cleared. Unless it fell, PPO bootstraps from the value of s_{t+1}. It is
-        # computed before eta_t is written and the memory cleared, as if the episode went on.
+        # whose memory is cleared. Except at a fall, PPO bootstraps from the value of s_{t+1}, which
+        # is computed before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.ends[:, t] = buffer.to_device(ends)
@@ -899,13 +861,11 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Here a trajectory ends where the memory is cleared, because later rewards then no
-# longer depend on earlier actions; at a time limit we bootstrap from the value of the final state,
-# as if the episode went on. With --keep-memory the trajectory is the paper's, with two exceptions:
-# a fall ends it with value 0, otherwise the value of a new episode would follow it, and after the
-# last episode we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the weight 0.5
-# of the value loss, no entropy bonus, gradient clipping, learning rates that fall, a separate one
-# for the value head.
+# one trajectory. Ours ends as in the table of section 3: once the memory is cleared, later rewards
+# no longer depend on earlier actions. With --keep-memory it is the paper's, but a fall ends it, and
+# after the last episode we bootstrap. Also ours: GAE, scaled rewards, standardised advantages, the
+# weight 0.5 of the value loss, no entropy bonus, gradient clipping, learning rates that fall, and a
+# separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -929,7 +889,7 @@ def advantages_and_targets(agent, buffer):
     root_mean_square = (agent.reward_stats.var + agent.reward_stats.mean.square() + 1e-8).sqrt()
     reward = (1 - config.gamma) / root_mean_square * buffer.reward
 
-    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; the 1 is replaced below
+    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1; a row ends: the 1 is replaced
     next_value = torch.where(buffer.ends, buffer.end_value, next_value)
     advantage = gae(reward, buffer.value, next_value, ~buffer.ends, config.gamma, config.gae_lambda)
     value_target = advantage + buffer.value
@@ -970,28 +930,25 @@ def gradient_step(agent, optimizer, loss):
 def ppo_update(agent, buffer, optimizer, generator):
     """`epochs` passes of PPO over a batch; returns the means of the metrics."""
     advantage, value_target = advantages_and_targets(agent, buffer)
+    clip = agent.config.clip
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = agent.log_prob(mean, buffer.action[row, t])
+            old_log_prob = buffer.log_prob[row, t]
             loss, metrics = ppo_loss(
-                log_prob,
-                value,
-                old_log_prob=buffer.log_prob[row, t],
-                advantage=advantage[row, t],
-                value_target=value_target[row, t],
-                clip=agent.config.clip,
+                log_prob, value, old_log_prob, advantage[row, t], value_target[row, t], clip
             )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Not earlier: a batch is normalised by one set of statistics. The first is only clamped.
+    # Only now, so that one set of statistics normalises a whole batch (the first: mean 0, var 1).
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
-    values = torch.stack([torch.stack(list(metrics.values())) for metrics in history])
-    means = sum_over_processes(values.mean(dim=0)) / WORLD_SIZE
+    table = torch.stack([torch.stack(list(metrics.values())) for metrics in history])
+    means = sum_over_processes(table.mean(dim=0)) / WORLD_SIZE
     return dict(zip(history[0], means.tolist())) | {
         "updates": len(history),
         "explained_variance": 1 - (error_var / (target_var + 1e-8)).item(),
@@ -1011,7 +968,7 @@ FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a 
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
-    """Play consecutive episodes of each task: two arrays (tasks, episodes), return and success."""
+    """Play consecutive episodes of each task. Their returns and successes, (tasks, episodes)."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
@@ -1025,46 +982,10 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 # interrupted.
 
 
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    default = f"runs/{config.env}/{agent_class.name}-seed{config.seed}"
-    folder = Path(config.run_dir or default)
-    # Only process 0 looks: the others might see the folder that it creates.
-    if RANK == 0 and (folder.is_file() or folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return train_until_finished(Run(folder, config, make_tasks, agent_class))
-
-
-def train_until_finished(run):
-    """Train until the run is finished; if it is interrupted, say how to continue it."""
-    config, steps = run.agent.config, run.total_iterations * run.steps_per_iteration
-    rounded = f" ({config.total_steps:,} rounded up)" if steps > config.total_steps else ""
-    try:
-        if RANK == 0:
-            print(f"{run.agent.name} on {config.env}: {steps:,} steps{rounded} into {run.folder}")
-            where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-            print(where, flush=True)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            train_iteration(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
-    return run.agent
-
-
 def train_iteration(run):
     """Draw tasks, collect a trial of each and learn from them; then meta-test and report."""
     agent, config, envs = run.agent, run.agent.config, run.envs
     began, cpu_began = time.monotonic(), time.process_time()
-    lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
-    for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
-        group["lr"] = lr_factor * initial["lr"]
     seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
     task_seed, trial_seed, update_seed = seeds.tolist()
 
@@ -1075,7 +996,10 @@ def train_iteration(run):
     steps = config.episodes_per_row * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
-    # Learn from them.
+    # Learn from them. Learning rates fall linearly; parameter_groups has the initial ones.
+    lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
+    for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
+        group["lr"] = lr_factor * initial["lr"]
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
@@ -1090,24 +1014,23 @@ def train_iteration(run):
             test_all_splits(run)
         run.seconds += time.monotonic() - began
         run.cpu_seconds += time.process_time() - cpu_began
-        report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
+        save_and_report(run, buffer, metrics | {"lr": lr_factor * config.lr}, speed)
 
 
 def test_all_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, episodes = run.agent, run.agent.test_episodes
-    last = episodes - 1  # the score is that of this episode, in every meta-test
-    if run.finished:
-        episodes = max(FINAL_EPISODES, episodes)
+    agent = run.agent
+    scored = agent.test_episodes - 1  # the episode that is scored, also in a longer meta-test
+    episodes = max(FINAL_EPISODES, agent.test_episodes) if run.finished else agent.test_episodes
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
-        if run.finished and envs.sample_at_test:
-            result = meta_test(agent, envs, episodes, sample=False)
-            run.add_rows("eval.csv", eval_rows(agent, split, False, *result))
         if split == "test":
-            run.test_score = score(returns[:, last], success[:, last])
-            run.test_table = table(returns, success, envs)
+            run.test_score = score_text(returns[:, scored], success[:, scored])
+            run.test_table = results_table(returns, success, envs)
+        if run.finished and envs.sample_at_test:
+            returns, success = meta_test(agent, envs, episodes, sample=False)
+            run.add_rows("eval.csv", eval_rows(agent, split, False, returns, success))
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1118,6 +1041,38 @@ def test_all_splits(run):
 # code that is in it (weights_only).
 
 VERSION = 2  # format of agent.pt and checkpoint.pt
+
+
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    # Only process 0 checks: the others might see the folder that it has just created.
+    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
+
+
+def train_until_finished(run):
+    """Train until the run is finished; if it is interrupted, say how to continue it."""
+    config = run.agent.config
+    rounded = f" ({config.total_steps:,} rounded up)" if run.steps > config.total_steps else ""
+    try:
+        if RANK == 0:
+            print(f"{run.agent.name} on {config.env}: {run.steps:,} steps{rounded}", end=" ")
+            print(f"into {run.folder}\n{config.device}, threads: {config.threads}", end=", ")
+            print(f"processes: {WORLD_SIZE}", flush=True)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            train_iteration(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise OSError(f"{error}; {run.resume_hint}") from None
+    return run.agent
 
 
 class Run:
@@ -1132,10 +1087,7 @@ class Run:
         join_processes(device)
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
-        for name in {"num_tasks", "minibatch"} - {*config.unused}:
-            if getattr(config, name) % WORLD_SIZE:
-                raise UserError(f"{flag(name)} must be a multiple of the {WORLD_SIZE} processes")
-
+        # The environments of this process.
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
         # Refuse a wrong --num-tasks now, not in the first iteration.
@@ -1145,20 +1097,24 @@ class Run:
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
         trial_length = config.episodes_per_trial * self.envs.episode_length
         self.steps_per_iteration = config.num_tasks * trial_length
-        self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         if "minibatch" not in config.unused and config.minibatch > self.steps_per_iteration:
             raise UserError(f"--minibatch exceeds the {self.steps_per_iteration} steps of a batch")
 
+        # The agent, built on the CPU: the same initial weights on every device.
         torch.manual_seed(config.seed)
-        self.agent = agent_class(config, self.envs.sizes)  # on the CPU: the same on every device
-        self.agent.to(device)
+        self.agent = agent_class(config, self.envs.sizes).to(device)
         self.optimizer = torch.optim.Adam(self.agent.parameter_groups(), eps=1e-5, fused=True)
         self.folder = self.agent.folder = Path(folder)
         self.iteration = 0
+        self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         self.seconds = self.cpu_seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
         self.test_score = "-"
         self.test_table = ""
+
+    @property
+    def steps(self):
+        return self.total_iterations * self.steps_per_iteration
 
     @property
     def finished(self):
@@ -1190,7 +1146,7 @@ class Run:
         files |= {"config.json": json.dumps(settings, indent=2), **self.csv}
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            file = io.BytesIO()
+            file = io.BytesIO()  # on a full disk write_bytes raises an OSError, torch.save does not
             if isinstance(content, str):
                 file.write(content.encode())
             else:
@@ -1219,10 +1175,10 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
 def load_file(path, agent_class):
     """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
     if not path.is_file():
-        near = path.parent if path.parent.is_dir() else path.parent.parent
-        runs = [*near.glob("*/agent.pt"), *near.glob("*/*/agent.pt")]
+        parent = path.parent if path.parent.is_dir() else path.parent.parent
+        runs = [*parent.glob("*/agent.pt"), *parent.glob("*/*/agent.pt")]
         names = ", ".join(sorted(str(run.parent) for run in runs))
-        hint = f"; {near} holds these runs: {names}" if names else ""
+        hint = f"; {parent} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -1233,7 +1189,7 @@ def load_file(path, agent_class):
         name = settings.pop("agent")
         if name != agent_class.name:
             module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
-            raise ValueError(f"an agent of {name}; type: python {module} --eval {path.parent}")
+            raise ValueError(f"it is an agent of {name}; type python {module} instead")
         config = agent_class.Config(**settings)
         check_config(config)
         agent = agent_class(config, saved["sizes"])
@@ -1254,53 +1210,23 @@ def load_agent(path, device="cpu", agent_class=TrMRL):
     return agent.to(pick_device(device)).requires_grad_(False)
 
 
-def score(returns, success):
-    """The mean return, and the success rate if there is one: '-20.1', '4515 (97 %)'."""
+def score_text(returns, success):
+    """The mean return, and the success rate if there is one: '-20.1', '4515 (97%)'."""
     if np.isnan(success).any():
         return f"{returns.mean():.1f}"
-    return f"{returns.mean():.0f} ({100 * success.mean():.0f} %)"
+    return f"{returns.mean():.0f} ({success.mean():.0%})"
 
 
-def table(returns, success, envs):
+def results_table(returns, success, envs):
     """The result of a meta-test: a line per episode, then one per class if there are several."""
     parts = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
         parts |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
     lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
     for name, part in parts.items():
-        values, mean = returns[part], score(returns[part], success[part])
+        mean, values = score_text(returns[part], success[part]), returns[part]
         lines.append(f"{name:>28}{mean:>18}{values.std():>10.1f}{values.min():>10.1f}")
     return "\n".join(lines)
-
-
-def report(run, buffer, metrics, speed):
-    """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
-    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of this process
-    step, total = run.agent.trained_steps, run.total_iterations * run.steps_per_iteration
-    progress = {
-        "iteration": run.iteration,
-        "step": step,
-        "seconds": run.seconds,
-        "cpu_seconds": run.cpu_seconds,
-        "steps_per_second": speed,
-        "train_return": returns.mean(),
-        "train_success": success.mean(),
-    }
-    run.add_rows("progress.csv", [progress | metrics])
-    run.save()
-
-    # A live line in a terminal, plain lines in a pipe.
-    minutes, seconds = divmod(int((total / step - 1) * run.seconds), 60)
-    line = f"{step / 1e6:.3f}/{total / 1e6:.3f} M steps, {speed:,.0f}/s, "
-    line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
-    line += f"train {score(returns, success)}"
-    if sys.stdout.isatty():
-        line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
-    print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
-    if run.finished:
-        print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
-        print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
-        print(f"    python plots.py --runs {run.folder}", flush=True)
 
 
 def eval_rows(agent, split, sample, returns, success):
@@ -1322,14 +1248,44 @@ def csv_text(rows, header):
     return "\n".join(lines) + "\n"
 
 
-def join_processes(device):
-    """Join the other processes, if torchrun started this one."""
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Imports the compiler now. Adam would import it after init_process_group, which may crash
-        # Python on exit.
-        torch.compiler.reset()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+def save_and_report(run, buffer, metrics, speed):
+    """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
+    step = run.agent.trained_steps
+    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of this process
+    progress = {
+        "iteration": run.iteration,
+        "step": step,
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "steps_per_second": speed,
+        "train_return": returns.mean(),
+        "train_success": success.mean(),
+    }
+    run.add_rows("progress.csv", [progress | metrics])
+    run.save()
+
+    # A live line in a terminal, plain lines in a pipe.
+    minutes, seconds = divmod(int((run.steps / step - 1) * run.seconds), 60)
+    line = f"{step / 1e6:.3f}/{run.steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
+    line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
+    line += f"train {score_text(returns, success)}"
+    if sys.stdout.isatty():
+        line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
+    print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
+    if run.finished:
+        print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
+        print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
+        print(f"    python plots.py --runs {run.folder}", flush=True)
+
+
+# ---- 11. Processes -------------------------------------------------------------------------------
+#
+# With torchrun each process takes its share of the tasks and of every minibatch. Gradients are
+# averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
+# this is process 0 of 1, and sums over processes do nothing.
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def pick_device(name):
@@ -1345,7 +1301,45 @@ def pick_device(name):
     return torch.device(name)
 
 
-# ---- 11. Command line ----------------------------------------------------------------------------
+def join_processes(device):
+    """Join the other processes, if torchrun started this one."""
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        # Adam imports the compiler. After init_process_group that may crash Python on exit, so
+        # import it now.
+        torch.compiler.reset()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def sum_over_processes(x):
+    """Replace x with its sum over all processes."""
+    if WORLD_SIZE > 1:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise ConnectionError(f"process {RANK} lost the others ({error})") from None
+    return x
+
+
+def moments(x):
+    """Mean and variance of the rows of x (M, size), across all processes."""
+    n = len(x) * WORLD_SIZE
+    mean = sum_over_processes(x.sum(dim=0)) / n
+    var = sum_over_processes((x - mean).square().sum(dim=0)) / n
+    return mean, var
+
+
+# ---- 12. Command line ----------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """An error the user can fix; the command line prints it as one line."""
+
+
+def did_you_mean(name, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def flag(name):
@@ -1361,6 +1355,9 @@ def check_config(config):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
+    for name in ("num_tasks", "minibatch"):
+        if name not in config.unused and getattr(config, name) % WORLD_SIZE:
+            raise UserError(f"{flag(name)} must be a multiple of the {WORLD_SIZE} processes")
     if "keep_memory" not in config.unused and config.keep_memory and config.episodes_per_trial == 1:
         raise UserError("--keep-memory needs --episodes-per-trial 2 or more")
     if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
@@ -1368,6 +1365,8 @@ def check_config(config):
 
 
 class Parser(argparse.ArgumentParser):
+    """Its errors become one line, without the usage."""
+
     def error(self, message):
         raise UserError(f"{message}; see --help")
 
@@ -1393,9 +1392,9 @@ def make_parser(agent_class, env):
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
     group.add_argument("--split", help="with --eval: test (default), ood, or train as in training")
     group.add_argument("--episodes", type=integer, help="with --eval: episodes per task")
-    either = group.add_mutually_exclusive_group()
-    either.add_argument("--mean", action="store_true", help="with --eval: mean actions")
-    either.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
+    actions = group.add_mutually_exclusive_group()
+    actions.add_argument("--mean", action="store_true", help="with --eval: mean actions")
+    actions.add_argument("--sample", action="store_true", help="with --eval: sampled actions")
     group.add_argument("--csv", metavar="FILE", help="with --eval: write the results to FILE")
     group.add_argument("--resume", metavar="RUN", help="continue a run")
 
@@ -1418,9 +1417,9 @@ def make_parser(agent_class, env):
 
 def parse(argv, agent_class=TrMRL):
     """The flags that were typed, as a dictionary. Reject those that do not apply."""
-    early = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
-    early.add_argument("--env", default=agent_class.Config.env)
-    parser = make_parser(agent_class, early.parse_known_args(argv)[0].env)
+    env_parser = Parser(add_help=False, allow_abbrev=False)  # defaults in --help depend on --env
+    env_parser.add_argument("--env", default=agent_class.Config.env)
+    parser = make_parser(agent_class, env_parser.parse_known_args(argv)[0].env)
     args, unknown = parser.parse_known_args(argv)
     args = vars(args)
     if unknown:
@@ -1443,7 +1442,8 @@ def parse(argv, agent_class=TrMRL):
 
 def eval_command(path, args, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
-    episodes, split = args.get("episodes", FINAL_EPISODES), args.get("split", "test")
+    episodes = args.get("episodes", FINAL_EPISODES)
+    split = args.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
     agent = load_agent(path, args.get("device", "auto"), agent_class)
@@ -1457,16 +1457,16 @@ def eval_command(path, args, make_tasks, agent_class):
     rows = eval_rows(agent, split, sample, returns, success)
     title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
     print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
-    print(table(returns, success, envs))
+    print(results_table(returns, success, envs))
     if "csv" in args:
         Path(args["csv"]).write_text(csv_text(rows, header=True))
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
-    """Exit status: 0, 2 if the user can fix it, 1 if not, 130 after Ctrl-C or SIGTERM."""
+    """Exit status: 0; 2 for an error the user can fix, 1 for others; 130 if stopped."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
-        args = parse(sys.argv[1:] if argv is None else argv, agent_class)
+        args = parse(argv, agent_class)
         if "eval" in args and WORLD_SIZE > 1:
             raise UserError("--eval takes one process: start it without torchrun")
         if "eval" in args:
@@ -1478,7 +1478,8 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     except KeyboardInterrupt:
         return 130
     except (UserError, OSError, torch.OutOfMemoryError) as error:
-        program, message = agent_class.command.split()[-1], " ".join(str(error).split())
+        program = agent_class.command.split()[-1]
+        message = " ".join(str(error).split())
         print(f"{program}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
