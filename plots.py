@@ -577,7 +577,7 @@ def nearest(points, centres):
 
 
 def latent(ax, points, targets):
-    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80 % of the points of its task."""
+    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80% of the points of its task."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
     x, y = np.linspace(low - margin, high + margin, 150).T
@@ -1028,10 +1028,18 @@ def draw_benchmark(runs, options):
 # ---- 7. Tables -----------------------------------------------------------------------------------
 #
 # A document has lines <!-- table NAME --> and <!-- end -->; what is between them is written anew.
-# NAME is summary, an env, ablation_<ablation>, classes, or the name of a csv file in results/.
+# NAME is summary, an env, ablation_<ablation>, classes or benchmark.
 
 DOCUMENTS = Path("README.md"), Path("docs/results.md")
 THRESHOLDS = {"halfcheetah_vel": -50, "ant_dir": 300}
+SPEEDS = {  # what benchmark.csv measures, in the words of docs/results.md
+    "raw MuJoCo": "physics: raw MuJoCo (upper bound)",
+    "SyncVectorEnv of gym.make": "physics: Gymnasium's `SyncVectorEnv`",
+    "our tasks": "physics: this code",
+    "network alone": "PPO update: forward and backward passes alone (upper bound)",
+    "our update": "PPO update: this code",
+    "our iteration": "whole iteration: this code",
+}
 
 
 def markdown(rows):
@@ -1044,7 +1052,7 @@ def markdown(rows):
 
 
 def episode_cell(seeds, episode, spread=False, **wanted):
-    """An episode of the last meta-test: the mean as -20.1, 814 or 97 %, the range if asked."""
+    """An episode of the last meta-test: the mean as -20.1, 814 or 97%, the range if asked."""
     wanted = {"split": "test"} | wanted
     curves = [means(run, "episode", step=run.steps, **wanted) for run in seeds]
     values = [curve.get(episode, math.nan) for curve in curves]
@@ -1053,7 +1061,7 @@ def episode_cell(seeds, episode, spread=False, **wanted):
     digits = int(abs(np.mean(values)) < 200)
 
     def show(x):
-        return f"{100 * x:.0f} %" if seeds[0].value == "success" else f"{x:.{digits}f}"
+        return f"{x:.0%}" if seeds[0].value == "success" else f"{x:.{digits}f}"
 
     text = show(np.mean(values))
     if spread and len(values) > 1:
@@ -1072,7 +1080,7 @@ def env_table(env, groups):
         if is_arm(env):
             row["episode 1, mean actions"] = episode_cell(seeds, 1, spread=True, actions="mean")
         if env == "halfcheetah_vel":
-            row["out of distribution"] = episode_cell(seeds, 1, spread=True, split="ood")
+            row["episode 1, out of distribution"] = episode_cell(seeds, 1, spread=True, split="ood")
         if env in THRESHOLDS:
             row[f"M steps to {THRESHOLDS[env]}"] = steps_to(seeds, THRESHOLDS[env])
         row |= {"minutes": minutes(seeds), "CPU minutes": minutes(seeds, "cpu_seconds")}
@@ -1143,6 +1151,17 @@ def classes_list(path):
     return "\n".join(f"- {x:.0%} success: {', '.join(each)}" for x, each in ordered)
 
 
+def benchmark_table(folder):
+    """A row per measurement, a column per env: environment steps per second."""
+    table = {key: {"steps per second": label} for key, label in SPEEDS.items()}
+    for env, name in {"halfcheetah_vel": "benchmark", "ant_dir": "benchmark_ant_dir"}.items():
+        path = folder / f"{name}.csv"
+        for line in read_csv(path) if path.exists() else []:
+            row = table.setdefault(line["what"], {"steps per second": line["what"]})
+            row[ENVS[env]] = f"{int(line['steps_per_second']):,}"
+    return markdown(list(table.values()))
+
+
 def make_table(name, groups, runs, folder, options):
     """The table of that name, from runs, from {env: {agent: runs}}, or from a csv file."""
     if name == "summary":
@@ -1153,10 +1172,11 @@ def make_table(name, groups, runs, folder, options):
         return env_table(name, groups.get(name, {}))
     if name.removeprefix("ablation_") in ABLATIONS:
         return ablation_table(name.removeprefix("ablation_"), runs, options)
-    if (folder / f"{name}.csv").exists():
-        return markdown(read_csv(folder / f"{name}.csv"))
-    known = ["summary", "classes", *groups, *(f"ablation_{which}" for which in ABLATIONS)]
-    raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}, and csv files")
+    if name == "benchmark":
+        return benchmark_table(folder)
+    ablations = (f"ablation_{which}" for which in ABLATIONS)
+    known = ["summary", "classes", "benchmark", *groups, *ablations]
+    raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}")
 
 
 def write_tables(runs, options):

@@ -2100,10 +2100,10 @@ def test_tables_are_written_between_their_markers(tmp_path, capsys, monkeypatch)
         head, _, ours, maml = tables["halfcheetah_vel"].splitlines()
         cells = dict(zip(head.split(" | "), ours.split(" | ")))
         assert cells["episode 1"] == "-74.4 (-79.4 to -69.4)" and cells["episode 6"] == "-73.9"
-        assert cells["out of distribution"] == "-204 (-209 to -199)"
+        assert cells["episode 1, out of distribution"] == "-204 (-209 to -199)"
         assert (cells["minutes"], cells["M steps to -50"]) == ("3", "-")
         assert maml.startswith("| MAML | 1 | 0.0 | -59.4 | - | -59.2 | - |")
-        assert "| 75 % | - | - | - | 50 % |" in tables["ml1_reach"]
+        assert "| 75% | - | - | - | 50% |" in tables["ml1_reach"]
         assert tables["ml1_push"] == "No runs yet."
 
     path.write_text("<!-- table sumary -->\n<!-- end -->")

@@ -103,7 +103,7 @@ def test_links_lead_somewhere(path):
         target = path.parent / file if file else path
         assert target.exists(), link
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else [""]
-        slugs = [re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles]
+        slugs = [re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-") for title in titles]
         assert anchor in slugs, link
 
 
