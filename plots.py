@@ -31,7 +31,6 @@ import matplotlib.pyplot as plt
 import mujoco
 import numpy as np
 import torch
-from matplotlib.colors import ListedColormap
 from matplotlib.mlab import GaussianKDE
 from matplotlib.ticker import PercentFormatter
 
@@ -212,8 +211,8 @@ def group_runs(runs, key, options):
         else:
             groups.setdefault(run.env, {})[key(run)] = [*seeds, run]
     if left_out:
-        count = plural(len(left_out), "run")
-        report(f"left out: {count} (--verbose lists them)", left_out, options)
+        words = f"left out: {plural(len(left_out), 'run')} (--verbose lists them)"
+        report(words, left_out, options)
     return groups
 
 
@@ -296,8 +295,8 @@ def draw_references(ax, references):
     highest = ax.dataLim.y1
     for y, (words, side) in references.items():
         ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-        look = NOTE | dict(color=GREY, fontsize=8, va=side, zorder=2)
-        ax.text(0.99, y, words, transform=ax.get_yaxis_transform(), **look)
+        look = dict(color=GREY, fontsize=8, ha="right", va=side, zorder=2)
+        ax.text(1, y, words, transform=ax.get_yaxis_transform(), **look)
     lowest = min(references, default=0)
     if lowest < 0 and highest > 1.1 * lowest:
         ax.set_ylim(1.15 * lowest, max(ax.get_ylim()[1], 0.85 * lowest))
@@ -316,19 +315,44 @@ def best_range(curves):
         return min(late) - margin, max(late) + margin
 
 
-def env_panels(envs, close_up):
-    """A figure and {env or "close-up": its axes}: arms below the others if there are many."""
+def close_up(ax, whole, curves, looks, plot):
+    """The best curves, enlarged; a box in the whole panel shows where they are."""
+    plot(ax, curves, looks)
+    low, high = best_range(curves)
+    left = 0.9 * min(x for line in ax.lines for x, y in line.get_xydata() if y >= low)
+    ax.set(xlim=(left, None), ylim=(low, high))
+    view = ax.viewLim
+    whole.add_patch(plt.Rectangle(view.p0, *view.size, fill=False, edgecolor=GREY, zorder=4))
+    title(ax, "close-up", f"the box in {ENVS[CROWDED]}")
+
+
+def end_scores(ax, whole, curves, looks, plot):
+    """What the seeds of an ablation reach: "layers: 2, T-Fixup: off" is at the tick "2 off"."""
+    ticks = []
+    for place, (key, seeds) in enumerate(curves.items()):
+        label, color, line, marker = looks[key]
+        last = [curve[max(curve)] for curve in seeds]
+        ax.plot([place] * len(last), last, marker, color=color)
+        ax.hlines(np.mean(last), place - 0.4, place + 0.4, color, line, linewidth=2)
+        ticks.append("\n".join(re.findall(r": (\w+)", label)))
+    ax.set_xticks(range(len(ticks)), ticks)
+    ax.set_xlabel(", ".join(re.findall(r"(\w[^,]*):", label)))
+    title(ax, f"end of {ENVS[CROWDED]}", "a point per seed, line: mean")
+
+
+def env_panels(envs, detail):
+    """A figure and {env or "detail": its axes}: arms below the others if there are many."""
     envs = sorted(envs, key=[*ENVS, *envs].index)
     arms = [env for env in envs if is_arm(env)]
     others = [env for env in envs if not is_arm(env)]
-    if close_up:
-        others.insert(1, "close-up")
+    if detail:
+        others.insert(1, "detail")
     rows = [others, arms] if len(others + arms) > 3 else [others + arms]
     cells = [np.repeat(row, 60 // len(row)) for row in rows if row]  # 2 and 3 panels: aaabbb ccddee
     return plt.subplot_mosaic(cells, figsize=(WIDTH, 2.4 * len(cells) + 0.5))
 
 
-def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS):
+def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS, detail=close_up):
     """A panel per env, a curve per agent or other key: what `read` finds in the runs, if any."""
     if key is None:
         key = attrgetter("agent")
@@ -341,15 +365,12 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
         for other in each.keys() - looks.keys():  # an agent of your own
             looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
         curves[env] = {k: [read(run) for run in each[k]] for k in looks if k in each}
-    limits = best_range(curves[CROWDED]) if CROWDED in curves else None
+    crowded = CROWDED in curves and best_range(curves[CROWDED])
 
-    figure, axes = env_panels(groups, close_up=limits)
-    if limits:
-        ax = axes.pop("close-up")
-        plot(ax, curves[CROWDED], looks)
-        ax.set_ylim(limits)
-        title(ax, "close-up", f"of {ENVS[CROWDED]}")
-    labelled = set()
+    figure, axes = env_panels(groups, detail=crowded)
+    if crowded:
+        detail(axes.pop("detail"), axes[CROWDED], curves[CROWDED], looks, plot)
+    labels = {"return": "return" + which, "success": "success rate" + which}
     for env, ax in axes.items():
         plot(ax, curves[env], looks)
         draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
@@ -358,9 +379,7 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
         if value == "success":
             ax.set_ylim(-0.03, max(0.5, ax.dataLim.y1 + 0.05))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
-        if value not in labelled:
-            ax.set_ylabel({"return": "return", "success": "success rate"}[value] + which)
-            labelled.add(value)
+        ax.set_ylabel(labels.pop(value, ""))  # the first of several panels is enough
     sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
     save(figure, name, options, sources)
 
@@ -371,7 +390,7 @@ def panel_note(env, groups):
     several = [str(n) for n in sorted(counts) if n > 1]
     notes = [f"n = {' to '.join(several)} seeds"] if several else []
     if 1 in counts:
-        notes.append("thin lines: n = 1" if several else "n = 1 seed")
+        notes.append("thin: n = 1" if several else "n = 1 seed")
     actions = [run.tests[0]["actions"] for seeds in groups.values() for run in seeds]
     if is_arm(env) and "mean" in actions:
         notes.append("mean actions")
@@ -385,8 +404,8 @@ ABLATIONS = {
     "layers": (("layers",), [(1,), (2,), (4,), (12,)]),
     "heads": (("heads",), [(1,), (4,), (16,)]),
 }
-LABELS = {"layers": "L = {}", "memory_length": "memory N = {}", "heads": "heads: {}"}
-LABELS["tfixup"] = "T-Fixup: {}"
+LABELS = {"layers": "layers: {}", "heads": "heads: {}"}
+LABELS |= {"memory_length": "memory length: {}", "tfixup": "T-Fixup: {}"}
 
 
 def ablation_runs(which, runs):
@@ -406,7 +425,7 @@ def ablation_key(which):
 
 
 def ablation_label(which, values):
-    """(2, False) -> L = 2, T-Fixup: off."""
+    """(2, False) -> layers: 2, T-Fixup: off."""
     values = [("off", "on")[v] if isinstance(v, bool) else v for v in values]
     return ", ".join(LABELS[name].format(v) for name, v in zip(ABLATIONS[which][0], values))
 
@@ -432,7 +451,7 @@ def draw_ablation(which, runs, options):
     ours = [run for run in ours if variants.count(run.env) > 1]
     if ours:
         how = learning_curve, partial(meta_training, lines=True), ", episode 1", key
-        draw_runs(f"ablation_{which}", ours, options, *how, ablation_looks(which, keys))
+        draw_runs(f"ablation_{which}", ours, options, *how, ablation_looks(which, keys), end_scores)
 
     missing = [k for k in wanted if k not in keys]
     if missing:
@@ -480,8 +499,7 @@ def meet(agent, targets, episodes=1):
     """Buffer of the agent's mean actions on these tasks; always the same starting states."""
     tasks = np.reshape(targets, (len(targets), -1))
     envs = trmrl.make_tasks(agent.config.env, len(tasks))
-    steps = episodes * envs.episode_length
-    return trmrl.collect(agent, envs, tasks, steps, False, trmrl.TEST_SEED)
+    return trmrl.collect(agent, envs, tasks, episodes * envs.episode_length, False, trmrl.TEST_SEED)
 
 
 def attention_weights(layer, e, visible):
@@ -496,8 +514,7 @@ def attention_weights(layer, e, visible):
 def look_inside(agent, buffer):
     """Memories of every step after 0, ..., L layers, (L + 1, R, T, d), and attention (R, T, N).
 
-    The attention is that of the last layer, mean over its heads, to the memory 0, 1, ... steps ago;
-    NaN where there is no such memory.
+    Attention of the last layer, mean over its heads, to the memory 0, 1, ... steps ago, or NaN.
     """
     N = agent.config.memory_length
     R, T = buffer.reward.shape
@@ -582,48 +599,47 @@ def latent(ax, points, targets):
     margin = 0.1 * (high - low)
     x, y = np.linspace(low - margin, high + margin, 150).T
     grid = np.stack(np.meshgrid(x, y), axis=-1)  # (150, 150, 2)
-    colors = [shade(target, targets) for target in targets]
-    tints = nearest(grid, points.mean(axis=1))  # that of the nearest mean of a task
-    ax.pcolormesh(x, y, tints, cmap=ListedColormap(colors), alpha=0.2, rasterized=True)
-    for target, color, task in zip(targets, colors, points):
+    distances = np.linalg.norm(grid[:, :, None] - points.mean(axis=1), axis=-1)  # to each mean
+    for i, (target, task) in enumerate(zip(targets, points)):
+        others = np.delete(distances, i, axis=-1).min(axis=-1)
+        ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
+        color = shade(target, targets)
         ax.scatter(*task.T, s=4, color=color, alpha=0.5, linewidth=0)
         density = GaussianKDE(task.T)
         level = np.quantile(density(task.T), 0.2)
         heights = density(grid.reshape(-1, 2).T).reshape(150, 150)
         ax.contour(x, y, heights, [level], colors=[color], linewidths=1.2)
-        ax.plot([], [], "-o", color=color, label=f"{target:.1f} m/s")
-    ax.set(xticks=[], yticks=[])
+        top = task[:, 1].max() + 0.2 * margin[1]
+        ax.text(task[:, 0].mean(), top, f"{target:.1f} m/s", ha="center", fontsize=8)
+    ax.set(xticks=[], yticks=[], xlabel="discriminant 1", ylabel="discriminant 2")
 
 
 def draw_latent(agents, options):
-    """The paper's view, the plane of largest variance, and the plane that separates best."""
+    """The paper's view, and the plane that separates best."""
     tokens = meet(agents[0], TARGETS, episodes=2).token[:, :-1]
     memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
     first = memories[:, 20:200]  # without the first 20 steps of an episode
     second = memories[:, 220:400]
     components, shares = pca(np.concatenate(first), 3)
 
-    figure = plt.figure(figsize=(WIDTH, 3.1))
-    left = figure.add_subplot(1, 3, 1, projection="3d")
+    figure = plt.figure(figsize=(WIDTH, 3.3))
+    left = figure.add_subplot(1, 2, 1, projection="3d")
     for target, task in zip(TARGETS, first @ components.T):
-        left.scatter(*task.T, s=3, color=shade(target, TARGETS), depthshade=False)
+        left.scatter(*task.T, s=5, color=shade(target, TARGETS), depthshade=False)
     left.set(xticklabels=[], yticklabels=[], zticklabels=[])
     for i, axis in enumerate((left.xaxis, left.yaxis, left.zaxis)):
         axis.set_label_text(f"component {i + 1}", fontsize=8)
         axis.labelpad = -12
-    title(left, "largest variance", f"in 3-D: {shares.sum():.0%} of the variance")
+    title(left, "largest variance", f"three components: {shares.sum():.0%} of the variance")
 
-    views = [("largest variance", "component", components[:2].T)]
-    views += [("best separation", "discriminant", discriminants(first)[:, :2])]
-    for place, (words, axis, plane) in enumerate(views, start=2):
-        ax = figure.add_subplot(1, 3, place)
-        points = first @ plane
-        latent(ax, points, TARGETS)
-        # A new memory, of the second episode, is recognised by the nearest mean of a task.
-        found = nearest(second @ plane, points.mean(axis=1))  # (B, T)
-        share = (found.T == np.arange(len(TARGETS))).mean()
-        title(ax, words, f"{share:.0%} recognised (chance: {1 / len(TARGETS):.0%})")
-        ax.set(xlabel=f"{axis} 1", ylabel=f"{axis} 2")
+    right = figure.add_subplot(1, 2, 2)
+    plane = discriminants(first)[:, :2]
+    latent(right, first @ plane, TARGETS)
+    # A new memory, of the second episode, is recognised by the nearest mean of a task.
+    found = nearest(second @ plane, (first @ plane).mean(axis=1))  # (B, T)
+    share = (found.T == np.arange(len(TARGETS))).mean()
+    title(right, "best separation", "contours: 80% of a task; lines: nearest task")
+    figure.suptitle(f"{share:.0%} of new memories lie between the lines of their task")
     return figure
 
 
@@ -634,18 +650,18 @@ def task_distributions(ax, values, targets):
     densities = [GaussianKDE(row)(grid) for row in values]
     overlaps = [np.trapezoid(np.minimum(*pair), grid) for pair in itertools.pairwise(densities)]
 
-    height = 0.6 * np.max(densities)  # from a ridge to the next
+    height = np.max(densities)  # from a ridge to the next
     for i, (y, target) in enumerate(zip(densities, targets)):
         base = i * height
         look = dict(color=shade(target, targets), linewidth=0, zorder=3 - 0.1 * i)
-        ax.fill_between(grid, base, base + y, alpha=0.5, **look)
+        ax.fill_between(grid, base, base + y, alpha=0.35, **look)
+        ax.plot(grid, base + y, **look | dict(linewidth=1.2))
         if i < len(overlaps):
             ax.fill_between(grid, base, base + np.minimum(y, densities[i + 1]), **look)
             words = f"{overlaps[i]:.0%} shared with {targets[i + 1]:.1f} m/s"
-            end = grid[y > 0.01 * y.max()][-1] + 0.1 * margin
-            ax.text(end, base, words, fontsize=8, color=GREY)
+            ax.text(grid[-1], base + 0.1 * height, words, fontsize=8)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
-    ax.set(xticks=[], xlim=(grid[0], grid[-1] + margin), ylabel="density, by target")
+    ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2.5 * margin), ylabel="target velocity")
     ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
     ax.spines["left"].set_visible(False)
     ax.grid(False)
@@ -656,10 +672,10 @@ def draw_task_distributions(agents, options):
     tokens = meet(agents[0], TARGETS).token[:, :-1]
     memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
     direction, _ = pca(memories.mean(axis=1), 1)
-    figure, ax = plt.subplots(figsize=(WIDTH, 2.9))
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.3))
     overlaps = task_distributions(ax, memories @ direction[0], TARGETS)
-    shared = f"{min(overlaps):.0%} to {max(overlaps):.0%}"
-    figure.suptitle(f"Neighbouring tasks share {shared} of their densities (dark areas)")
+    low, high = min(overlaps), max(overlaps)
+    figure.suptitle(f"Neighbouring densities overlap by {low:.0%} to {high:.0%} (dark areas)")
     return figure
 
 
@@ -689,18 +705,17 @@ def draw_refinement(agents, options):
     velocities = np.random.default_rng(trmrl.TEST_SEED).uniform(0, 3, 30)
     errors = [refinement_errors(a, meet(a, velocities, episodes=3), train=20) for a in agents]
     layers = range(len(errors[0][0]))
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3))
+    for ax, each, form in zip(axes, zip(*errors), ("{:.2f}", "{:.0%}")):
+        draw_curve(ax, [dict(enumerate(error)) for error in each], None, BLUE, "-", "o")
+        for point in enumerate(np.mean(each, axis=0)):
+            ax.annotate(form.format(point[1]), point, (5, 5), textcoords="offset points")
+        ax.set_xticks(layers, ["working\nmemory", *layers[1:]])
+        ax.set(xlim=(-0.2, layers[-1] + 0.3), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
     words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.7))
-    for ax, each in zip(axes, zip(*errors)):
-        draw_curve(ax, [dict(zip(layers, error)) for error in each], None, BLUE, "-", "o")
-        ax.set_xticks(layers, [r"none ($\phi$)", *layers[1:]])
-        ax.set_xlabel("layers that refined the memory")
-        ax.set_ylim(bottom=0)
-    title(axes[0], "distance to the final memory", words)
-    title(axes[1], "action not explained by the memory", words)
-    axes[0].set_ylabel("1 - cosine similarity")
-    axes[1].set_ylabel("share of its variance")
-    axes[1].yaxis.set_major_formatter(PercentFormatter(1))
+    title(axes[0], "distance to the final memory", f"1 - cosine similarity, {words}")
+    title(axes[1], "action left unexplained", "share of variance, linear model on new tasks")
+    axes[1].yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
     return figure
 
 
@@ -726,19 +741,20 @@ def draw_attention(agents, options):
         image.axvline(reached, color=RED, linewidth=0.8)
     picture = image.imshow(weights[task, :steps].T, aspect="auto", origin="lower", cmap="Greys")
     picture.set_clim(0, max(2 / N, np.nanmax(weights[task, full:steps])))
-    image.set(xlabel="time step of the first episode", ylabel="age of the memory\n(steps)")
-    image.set_facecolor("#f3dcc8")  # no memory yet
+    image.set(xlabel="time step of the first episode", ylabel="attention to\nthe memory of")
+    image.patch.set(facecolor="white", hatch="////", edgecolor="#bbbbbb")  # no memory yet
     image.set_xlim(-0.5, steps - 0.5)
-    image.set_yticks(np.arange(0, N, max(1, N // 10)))
+    ages = np.arange(0, N, max(1, N // 10))
+    image.set_yticks(ages, ["now", *(f"{plural(age, 'step')} ago" for age in ages[1:])])
     image.grid(False)
 
-    figure.colorbar(picture, cax=scale, orientation="horizontal", extend="max")
+    figure.colorbar(picture, scale, orientation="horizontal", extend="max")
     scale.set_box_aspect(0.12)
-    title(scale, "attention", "beige: no memory yet")
+    title(scale, "attention", "hatched: no memory yet")
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
-    bars.axvline(1 / N, color=RED, linewidth=0.8, linestyle="--")
-    bars.set_xlabel("attention")
-    title(bars, f"mean of {len(weights)} tasks", "dashed: equal weights")
+    bars.axvline(1 / N, color=RED, linewidth=1.2, linestyle="--")
+    bars.tick_params(labelleft=False)
+    bars.set_xlabel(f"mean of {len(weights)} tasks\n(dashed: equal)")
     return figure
 
 
@@ -933,10 +949,7 @@ def raw_physics(envs, calls=200):
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (envs.num_envs, calls, envs.model.nu))
     controls = np.repeat(actions, envs.frame_skip, axis=1)
-
-    def work():
-        envs.pool.rollout(envs.model, envs.thread_data, start, controls)
-
+    work = partial(envs.pool.rollout, envs.model, envs.thread_data, start, controls)
     return work, calls * envs.num_envs
 
 
@@ -984,13 +997,8 @@ def all_works(env, device):
     by_hand = gymnasium.vector.AutoresetMode.DISABLED
     gym_envs = gymnasium.vector.SyncVectorEnv(bodies, autoreset_mode=by_hand)
     steps = envs.num_envs * envs.episode_length
-
-    def collect():
-        return trmrl.collect(agent, envs, envs.tasks, envs.episode_length, True, 0)
-
-    def update(buffer):
-        agent.update(buffer, run.optimizer, generator)
-
+    collect = partial(trmrl.collect, agent, envs, envs.tasks, envs.episode_length, True, 0)
+    update = partial(agent.update, optimizer=run.optimizer, generator=generator)
     return {
         ("physics", "raw MuJoCo"): raw_physics(envs),
         ("physics", "SyncVectorEnv of gym.make"): stepping(gym_envs),
@@ -1015,10 +1023,9 @@ def draw_benchmark(runs, options):
         bars = ax.barh(list(speeds), list(speeds.values()), color=colors)
         ax.bar_label(bars, fmt="{:,.0f}", padding=4)
         ax.invert_yaxis()
-        ax.set(title=group, xticks=[])
+        ax.set(title=group, xticks=[], frame_on=False)
         ax.margins(x=0.15)
         ax.grid(False)
-        ax.spines[:].set_visible(False)
     figure.supxlabel(f"environment steps per second, {ENVS[env]}", fontsize=9.5)
     name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
     save(figure, name, options, [])
@@ -1197,7 +1204,7 @@ def write_tables(runs, options):
 # ---- 8. Command line -----------------------------------------------------------------------------
 
 FIG_4 = dict(read=learning_curve, plot=meta_training, which=", episode 1", looks=LABELLED)
-FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=", 3 to 4 m/s")
+FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=" at 3 to 4 m/s")
 FIGURES = {
     "meta_training": partial(draw_runs, "meta_training", **FIG_4),
     "fast_adaptation": partial(draw_runs, "fast_adaptation", read=episode_curve, plot=adaptation),

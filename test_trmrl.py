@@ -1783,7 +1783,7 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
     both = {"trmrl": [old, old], "rl2": [old], "yours": [run]}
-    note = "n = 2 seeds, thin lines: n = 1, mean actions"
+    note = "n = 2 seeds, thin: n = 1, mean actions"
     assert plots.panel_note("ml1_reach", both) == note
 
 
@@ -1845,8 +1845,14 @@ def test_a_close_up_shows_the_best_curves_and_only_if_there_are_several():
     assert plots.best_range(curves) == pytest.approx((-53, -17))  # -50 to -20, and a margin
     assert plots.best_range({"trmrl": best[:1], "rl2": curves["rl2"]}) is None
 
-    _, axes = plots.env_panels(["ml1_reach", "halfcheetah_vel", "ml1_push"], close_up=(-53, -17))
-    assert list(axes) == ["halfcheetah_vel", "close-up", "ml1_reach", "ml1_push"]
+    _, (whole, ax) = plots.plt.subplots(1, 2)
+    plots.close_up(ax, whole, curves, plots.AGENTS, plots.adaptation)
+    assert ax.get_xlim()[0] == 45 and ax.get_ylim() == pytest.approx((-53, -17))
+    corners = np.transpose([ax.get_xlim(), ax.get_ylim()])
+    assert whole.patches[0].get_bbox().get_points() == pytest.approx(corners)  # the box
+
+    _, axes = plots.env_panels(["ml1_reach", "halfcheetah_vel", "ml1_push"], detail=True)
+    assert list(axes) == ["halfcheetah_vel", "detail", "ml1_reach", "ml1_push"]
     left = [ax.get_position().x0 for ax in axes.values()]
     assert left[0] == left[2] < left[1] == left[3]  # two rows, no empty panel
 
@@ -1869,6 +1875,16 @@ def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_the_line():
     lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
     assert lightness[2, True] == lightness[2, False] < lightness[12, True]
     assert [look[2] for look in looks.values()] == ["--", "-", "--", "-"]
+
+
+def test_the_end_of_an_ablation_shows_every_seed_and_their_mean():
+    curves = {(2, False): [{100: -90, 200: -80}, {100: -70, 200: -60}], (2, True): [{200: -50}]}
+    ax = plots.plt.figure().add_subplot()
+    plots.end_scores(ax, None, curves, plots.ablation_looks("tfixup", curves), None)
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[-80, -60], [-50]]
+    assert [mean.get_segments()[0][0, 1] for mean in ax.collections] == [-70, -50]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["2\noff", "2\non"]
+    assert ax.get_xlabel() == "layers, T-Fixup"
 
 
 def test_tfixup_is_compared_at_depths_that_were_also_trained_without_it(tmp_path):
