@@ -6,7 +6,7 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent meets a new task and adapts to it within an episode, with frozen weights. It writes each
+The agent adapts to a new task within an episode, while its weights stay frozen. It writes each
 step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
 causal transformer refines the last N of them, layer by layer, into the episodic memory of the
 current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
@@ -18,8 +18,8 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first: know
-only that a UserError is one line to the user, and that without torchrun WORLD_SIZE is 1.
+Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first;
+without torchrun, sum_over_processes(x) is x.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -34,11 +34,11 @@ only that a UserError is one line to the user, and that without torchrun WORLD_S
     11. Processes           devices, and several processes with torchrun
     12. Command line        flags, and errors that fit on one line
 
-Differences from the paper are noted where they occur; docs/differences.md lists all.
+Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
-Letters: a trial is E episodes of one task; N memory slots; L layers. In shapes: R rows of T steps
-in a buffer; M steps, from any rows, in a forward pass; S, A, k and d, the sizes of a state, an
-action, a task and a memory.
+Letters: E episodes of one task are a trial; N memory slots; L layers. In shapes: R rows (one per
+environment) of T steps in a buffer; M steps, from any rows, in a forward pass; S, A, k and d are
+the sizes of a state, an action, a task and a memory.
 """
 
 import argparse
@@ -66,6 +66,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import distributed as dist
 from torch import nn
+
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it, process 0 of 1
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+class UserError(Exception):
+    """An error the user can fix; the command line prints it as one line."""
+
 
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
@@ -97,7 +105,8 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # Not settings. A baseline overrides these two: its presets, and the fields it does not use.
+    # Without annotations, so not settings. A baseline overrides both: its presets and the fields
+    # that it does not use.
     presets = PRESETS
     unused = ()
 
@@ -128,20 +137,20 @@ class Config:
     minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly to this fraction", high=1)
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
         # ml1_push takes the preset of ml1; a family of your own, that of the half-cheetah.
-        family = self.env if self.env in self.presets else self.env.split("_")[0]
-        preset = self.presets.get(family, self.presets["halfcheetah_vel"])
+        name = self.env if self.env in self.presets else self.env.split("_")[0]
+        preset = self.presets.get(name, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
     @property
     def rows_per_task(self):
-        """Rows of the buffer per task: one for each episode or, with --keep-memory, one in all."""
+        """Rows of the buffer (section 3) per task: one per episode, or one with --keep-memory."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
     @property
@@ -154,16 +163,15 @@ class Config:
 # The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
 # its rewards; on MetaWorld also in the objects and their places, which it sees. A batch of tasks is
 # one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
-# half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Their
-# observations are positions and velocities of the joints, as in Gymnasium, without contact forces.
+# half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Both
+# observe positions and velocities of their joints, as in Gymnasium, without contact forces.
 
 
 class TaskFamily(VectorEnv):
-    """Environments of one family, stepped together: one for each row of `tasks` (num_envs, k).
+    """Environments of one family, stepped together: one for each of `tasks` (num_envs, k).
 
-    To add a family, subclass it and define the following. Set what sample_tasks and fixed_tasks
-    need before super().__init__, which calls one of them. Then pass train a function like
-    make_tasks below.
+    To add a family, subclass it and define the following. super().__init__ calls sample_tasks or
+    fixed_tasks, so set what they need before it. Then pass train a function like make_tasks.
 
         sample_tasks(rng, n)   n random training tasks, (n, k)
         fixed_tasks(split, n)  n tasks of another split, (n, k)
@@ -172,7 +180,7 @@ class TaskFamily(VectorEnv):
         observation()          what the agent sees, (num_envs, state_size)
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
     splits = ("train", "test")
     classes = ()  # names, if the family has several kinds of tasks
     episode_length = 200
@@ -191,7 +199,7 @@ class TaskFamily(VectorEnv):
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
             self.tasks = self.fixed_tasks(split, num_envs)
-        self.sizes = (state_size, action_size, self.tasks.shape[1])
+        self.sizes = (state_size, action_size, self.tasks.shape[1])  # S, A, k
 
     def reset(self, *, seed=None, options=None):
         """Begin episodes. Options: `tasks` sets the tasks, `reset_mask` says where to begin."""
@@ -257,7 +265,7 @@ class MujocoFamily(TaskFamily):
         after[diverged] = before[diverged]
         self.physics = after
 
-        x_velocity = (after[:, 1] - before[:, 1]) / self.dt  # m/s
+        x_velocity = (after[:, 1] - before[:, 1]) / self.dt  # m/s; column 1 is x
         info = {"x_velocity": x_velocity, "diverged": diverged}
         return self.reward(x_velocity, actions), ~self.healthy(), info
 
@@ -269,7 +277,7 @@ class MujocoFamily(TaskFamily):
 
 
 class HalfCheetahVel(MujocoFamily):
-    """Run at a hidden velocity v*, drawn from [0, 3] m/s; out of distribution: [3, 4].
+    """Run at a hidden velocity from [0, 3] m/s; out of distribution ("ood"): [3, 4].
 
     Test tasks are an even grid: less noisy than the random ones of the paper.
     """
@@ -299,7 +307,7 @@ class AntDir(MujocoFamily):
         return rng.choice([-1.0, 1.0], (n, 1))
 
     def fixed_tasks(self, split, n):
-        return np.resize([1.0, -1.0], (n, 1))
+        return np.resize([1.0, -1.0], (n, 1))  # repeated: 1, -1, 1, -1, ...
 
     def healthy(self):
         height = self.physics[:, 3]  # after time, x and y
@@ -377,7 +385,7 @@ class MetaWorldFamily(TaskFamily):
         for i in np.flatnonzero(mask):
             name = self.classes[int(self.tasks[i, 0])]
             arm_class = metaworld.ALL_V3_ENVIRONMENTS[name]
-            if type(self.arms[i]) is not arm_class:
+            if type(self.arms[i]) is not arm_class:  # building one is slow
                 self.arms[i] = arm_class()
             size = len(self.arms[i]._random_reset_space.low)  # the rest of the task is padding
             rand_vec = self.tasks[i, 1 : 1 + size]
@@ -408,16 +416,15 @@ ENVS = (*FAMILIES, "ml1_reach", "ml1_push", "ml1_<task>", "ml45_train")
 
 
 def make_tasks(env, num_tasks, seed=0, split="train"):
-    """Environments of `num_tasks` tasks: drawn by `seed` (train) or fixed (test, ood)."""
+    """`num_tasks` environments, each with a task drawn by `seed` (train) or fixed (test, ood)."""
     if env in FAMILIES:
         return FAMILIES[env](num_tasks, seed, split)
     import metaworld
 
-    arms = [name.removesuffix("-v3").replace("-", "_") for name in metaworld.ALL_V3_ENVIRONMENTS]
-    names = ["ml45_train", *(f"ml1_{arm}" for arm in arms)]
+    classes = [name.removesuffix("-v3").replace("-", "_") for name in metaworld.ALL_V3_ENVIRONMENTS]
+    names = [*FAMILIES, "ml45_train", *(f"ml1_{name}" for name in classes)]
     if env in names:
         return MetaWorldFamily(env, num_tasks, seed, split)
-    names = [*FAMILIES, *names]
     raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
 
 
@@ -425,7 +432,7 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # A token is the tuple (s, a, r, eta) of a step: s normalised, a clipped, r as received. phi, in
 # section 5, maps it to a working memory. At step t the agent sees the tokens of the last N steps, t
-# included. The action, reward and eta of step t are not known yet: they are PAD, zero.
+# included. The action, reward and eta of step t are not known yet: they are PAD, that is, zero.
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
 # too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
@@ -434,18 +441,18 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
 # row. Where an episode terminates early (the ant falls), the next one begins at once in the same
-# row, so a row may end in the middle of an episode. What an ending does (with --keep-memory):
+# row, so a row may end in the middle of an episode. What an ending does, or (with --keep-memory):
 #
-#                      eta   memory           PPO trajectory     value of the next state
+#                      eta   memory           PPO trajectory     value that follows
 #     terminated       1     cleared (kept)   ends               0
-#     time limit       1     cleared (kept)   ends (continues)   bootstrapped
-#     end of the row   -     -                ends               bootstrapped
+#     time limit       1     cleared (kept)   ends (continues)   of the last state (next episode)
+#     end of the row   -     -                ends               of the last state
 #
 # What is kept matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
 
 class Buffer:
-    """B of Algorithm 1: R rows of T steps, filled step by step, on the device of the generator.
+    """B of Algorithm 1: R rows of T steps on the generator's device, filled step by step.
 
     `window` gathers the tokens that a step sees, so every step is stored only once.
     """
@@ -461,7 +468,7 @@ class Buffer:
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # the oldest step it may see
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # step t sees nothing older
 
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
@@ -481,7 +488,7 @@ class Buffer:
         # What the environment reports besides: arrays (R, T) such as success and x_velocity.
         self.info = {}
 
-        # For baselines: the task (R, k), and what they remember instead, such as a recurrent state.
+        # For baselines: the task (R, k), and what they remember instead of tokens.
         self.task = None
         self.stored = {}
 
@@ -504,11 +511,10 @@ class Buffer:
         success = self.info.get("success", np.full(reward.shape, np.nan))
         done = self.eta.cpu().numpy() > 0
         episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        returns, successes = [], []
-        for i in range(episodes):
-            returns.append(np.where(episode == i, reward, 0.0).sum(axis=1))
-            successes.append(np.where(episode == i, success, 0.0).max(axis=1))
-        return np.stack(returns, axis=1), np.stack(successes, axis=1)
+        inside = episode[:, None] == np.arange(episodes)[:, None]  # (R, episodes, T)
+        returns = np.where(inside, reward[:, None], 0.0).sum(axis=2)
+        successes = np.where(inside, success[:, None], 0.0).max(axis=2)
+        return returns, successes
 
 
 def window(buffer, row, t, N):
@@ -541,10 +547,10 @@ def window(buffer, row, t, N):
 
 # ---- 4. Transformer (Sec. 3.2, 4.2, 4.3) and T-Fixup (Sec. 3.3) ----------------------------------
 #
-# e^0 are the working memories plus positions (which Algorithm 1 omits), and each layer refines them
-# (Eq. 6). alpha says how relevant each memory is to the query (Eq. 4); mu, the values weighted by
-# alpha, represents the task (Eq. 3 and 5; W is the value projection). mu is the consensus of
-# Theorem 1, which assumes memories of unit norm; nothing here enforces that.
+# e^0 are the working memories plus positional encodings (Sec. 3.2; not in Algorithm 1), and each
+# layer refines them (Eq. 6). alpha says how relevant each memory is to the query (Eq. 4); mu, the
+# values weighted by alpha, represents the task (Eq. 3 and 5; W is the value projection). mu is the
+# consensus of Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
 # is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, Eq. 4 and 5 divide
@@ -603,25 +609,25 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Refines the working memories e^0; returns the episodic memory e^L of the current step."""
 
-    def __init__(self, layers, d, heads, tfixup):
+    def __init__(self, L, d, heads, tfixup):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(L))
         self.layers.apply(xavier)
         if tfixup:
             for layer in self.layers:
-                # 0.67 N^(-1/4), where N is the number of layers, our L. Sec. 3.3 says "the linear
-                # projection matrices"; the T-Fixup paper excludes queries and keys.
+                # 0.67 L^(-1/4); the paper writes N for L. Sec. 3.3 says "the linear projection
+                # matrices"; the T-Fixup paper excludes queries and keys.
                 for linear in (layer.value, layer.out, layer.ff1, layer.ff2):
-                    linear.weight.data *= 0.67 * layers**-0.25
+                    linear.weight.data *= 0.67 * L**-0.25
 
     def forward(self, e, current_slot):
         """e (M, N, d), current_slot (M,) -> (M, d)."""
         M, N, _ = e.shape
         slot = torch.arange(N, device=e.device)
-        # Slot i sees the slots j <= i. Empty slots come after the current one: it never sees them.
+        # Slot i sees the slots j <= i, so the current one never sees the empty ones after it.
         causal = slot[:, None] >= slot  # (N, N)
         for layer in self.layers[:-1]:
-            e = layer(e, e, causal)
+            e = layer(e, e, causal)  # e^1 ... e^(L-1)
 
         # The policy reads the current slot only, so the last layer refines no other slot: the same
         # result for less work.
@@ -680,7 +686,7 @@ def mlp(sizes, output_scale=1.0):
         linear = nn.Linear(inputs, outputs)
         xavier(linear)
         modules += [linear, nn.Tanh()]
-    linear.weight.data *= output_scale
+    modules[-2].weight.data *= output_scale  # the last linear layer
     return nn.Sequential(*modules[:-1])  # no tanh after the last layer
 
 
@@ -706,7 +712,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # its return is the score; a periodic meta-test ends with it
+    scored_episode = 1  # a meta-test reports this episode: by then the agent has adapted
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -729,15 +735,16 @@ class Agent(nn.Module):
         return Buffer(rows, steps, self.sizes, generator)
 
     def forward(self, buffer, row, t):
-        """Mean action (M, A) and value (M,) of the steps t of the rows `row`, (M,) each."""
+        """Mean action (M, A) and value (M,) of step t[m] of row row[m]."""
         e = self.recall(buffer, row, t)  # of the subclass
         return self.policy_head(e), self.value_head(e).squeeze(-1)
 
     def act(self, buffer, t, sample):
-        """Action (R, A) of all rows at one step t, sampled or the mean; log_prob and value (R,)."""
+        """Actions (R, A) of all rows at step t, sampled or means; log_prob and value (R,)."""
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
-        action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
+        noise = self.log_std.exp() * buffer.noise[:, t]
+        action = mean + noise if sample else mean
         return action, gaussian_log_prob(mean, self.log_std, action), value
 
     def minibatches(self, buffer, generator):
@@ -769,8 +776,8 @@ class TrMRL(Agent):
         super().__init__(config, sizes, memory_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
-        # Sec. 3.3: N(0, d^(-1/2)), read as a std; the factor (9 L)^(-1/4) is in the T-Fixup paper.
         if config.tfixup:
+            # Sec. 3.3: N(0, d^(-1/2)), read as a std; (9 L)^(-1/4) comes from the T-Fixup paper.
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
             nn.init.xavier_uniform_(self.phi.weight)
@@ -805,7 +812,7 @@ class Player:
 
     def __init__(self, agent, num_envs, max_steps=10_000, seed=0):
         self.agent = agent
-        generator = torch.Generator(agent.device).manual_seed(seed)  # of sampled actions
+        generator = torch.Generator(agent.device).manual_seed(seed)  # for sampled actions
         self.buffer = agent.new_buffer(num_envs, max_steps, generator)  # initialise B
         self.t = 0
 
@@ -833,9 +840,8 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # A trajectory ends where the episode terminates, where the row ends, and at a time limit if
-        # that clears the memory. Unless it terminated, PPO bootstraps from the value of s_{t+1},
-        # computed before eta_t is written and the memory cleared, as if the episode went on.
+        # The table of section 3 says where a trajectory ends. The value of s_{t+1} is computed
+        # before eta_t is written and the memory cleared, as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
@@ -843,7 +849,7 @@ class Player:
             _, _, value = self.agent.act(buffer, t + 1, sample=False)
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
-        # Write eta_t. Where an episode ended, the next steps no longer see this one.
+        # Write eta_t. If the memory is cleared, the next steps no longer see this one.
         done = buffer.to_device(terminated | truncated)
         buffer.eta[:, t] = done
         if clear_memory:
@@ -866,7 +872,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
         infos.append(info)
 
         done = terminated | truncated
-        if done.any() and t < steps - 1:
+        if done.any() and t < steps - 1:  # nothing follows the last step
             observation, _ = envs.reset(options={"reset_mask": done})
 
     player.buffer.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
@@ -876,11 +882,11 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Ours ends as in the table of section 3: once the memory is cleared, later rewards
-# no longer depend on earlier actions. With --keep-memory it is the paper's, except that it ends
+# one trajectory. Ours end as in the table of section 3: once the memory is cleared, later rewards
+# no longer depend on earlier actions. With --keep-memory they are the paper's, except that they end
 # where an episode terminates, and that we bootstrap after the last episode. Also ours: GAE, scaled
 # rewards, standardised advantages, the weight 0.5 of the value loss, no entropy bonus, gradient
-# clipping, learning rates that fall, and a separate one for the value head.
+# clipping, falling learning rates, and a separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -903,10 +909,10 @@ def advantages_and_targets(agent, buffer):
     agent.reward_stats.update(buffer.reward.reshape(-1, 1))
     reward = (1 - config.gamma) / agent.reward_stats.root_mean_square * buffer.reward
 
-    # The last step of a row always ends a trajectory, so that the 1 is replaced.
+    # The next value in the row or, where a trajectory ends, end_value. The last step always ends
+    # one, so what `roll` wraps around (1 2 3 -> 2 3 1) is never used.
     ends = buffer.trajectory_ends
-    next_value = buffer.value.roll(-1, dims=1)  # 1 2 3 -> 2 3 1
-    next_value = torch.where(ends, buffer.end_value, next_value)
+    next_value = torch.where(ends, buffer.end_value, buffer.value.roll(-1, dims=1))
     advantage = gae(reward, buffer.value, next_value, ~ends, config.gamma, config.gae_lambda)
     value_target = advantage + buffer.value
 
@@ -946,20 +952,17 @@ def gradient_step(agent, optimizer, loss):
 def ppo_update(agent, buffer, optimizer, generator):
     """`epochs` passes of PPO over a batch; returns the means of the metrics."""
     advantage, value_target = advantages_and_targets(agent, buffer)
-    clip = agent.config.clip
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old_log_prob = buffer.log_prob[row, t]
-            loss, metrics = ppo_loss(
-                log_prob, value, old_log_prob, advantage[row, t], value_target[row, t], clip
-            )
+            old = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, *old, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Only now, so that one set of statistics normalises a whole batch (the first has 0 and 1).
+    # Only now, so that the same statistics normalise a whole batch (the first: mean 0, variance 1).
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -977,14 +980,15 @@ def ppo_update(agent, buffer, optimizer, generator):
 # Weights are frozen. Test tasks are the same for every agent and seed; they are new, except on
 # AntDir, which has only two tasks, and on ML45-Train (App. B). Without --keep-memory the agent
 # adapts anew in every episode; episodes differ only in initial states and sampled actions.
-# Algorithm 1 samples actions; as in the author's release, we do so on MetaWorld only.
+# Algorithm 1 samples actions. Here, as in the author's release, a meta-test samples them on
+# MetaWorld only and takes their means elsewhere.
 
 TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
-    """Play consecutive episodes of each task. Their returns and successes, (tasks, episodes)."""
+    """Play consecutive episodes of each task: returns and successes, (tasks, episodes) each."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
     return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
@@ -996,42 +1000,6 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 # Every random number of training follows from the seed, the iteration and the process. On a CPU, a
 # run that is resumed with the same processes and threads therefore ends as if it had never been
 # interrupted.
-
-
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
-    # Only process 0 checks: the others might see the folder that it has just created.
-    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return train_until_finished(Run(folder, config, make_tasks, agent_class))
-
-
-def train_until_finished(run):
-    """Train, meta-test and report; if the run is interrupted, say how to continue it."""
-    try:
-        if RANK == 0:
-            print_header(run)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            began, cpu_began = time.monotonic(), time.process_time()
-            buffer, metrics = train_iteration(run)
-            if RANK == 0:
-                speed = run.steps_per_iteration / (time.monotonic() - began)
-                if run.iteration % run.agent.config.eval_every == 0 or run.finished:
-                    meta_test_splits(run)
-                run.seconds += time.monotonic() - began
-                run.cpu_seconds += time.process_time() - cpu_began
-                save_and_report(run, buffer, metrics, speed)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
-    return run.agent
 
 
 def train_iteration(run):
@@ -1063,7 +1031,7 @@ def train_iteration(run):
 def meta_test_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
     agent, episodes = run.agent, run.agent.scored_episode
-    scored = episodes - 1  # its column
+    scored = episodes - 1  # the column of this episode
     if run.finished:
         episodes = max(FINAL_EPISODES, episodes)
     for split, envs in run.test_envs.items():
@@ -1075,6 +1043,42 @@ def meta_test_splits(run):
         if run.finished and envs.sample_at_test:
             returns, success = meta_test(agent, envs, episodes, sample=False)
             run.add_rows("eval.csv", eval_rows(agent, split, False, returns, success))
+
+
+def train_until_finished(run):
+    """Train, meta-test and report; if the run is interrupted, say how to continue it."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            began, cpu_began = time.monotonic(), time.process_time()
+            buffer, metrics = train_iteration(run)
+            if RANK == 0:  # the other processes wait for this one in their next sum
+                speed = run.steps_per_iteration / (time.monotonic() - began)
+                if run.iteration % run.agent.config.eval_every == 0 or run.finished:
+                    meta_test_splits(run)
+                run.seconds += time.monotonic() - began
+                run.cpu_seconds += time.process_time() - cpu_began
+                save_and_report(run, buffer, metrics, speed)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise OSError(f"{error}; {run.resume_hint}") from None
+    return run.agent
+
+
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    # Only process 0 checks: the others might see the folder that it has just created.
+    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1102,7 +1106,7 @@ class Run:
         # The environments of this process, one for each row.
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # Now, not in the first iteration: can the family draw this number of tasks?
+        # Fail here, not in the first iteration, if the family cannot draw this many tasks.
         self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
@@ -1121,8 +1125,8 @@ class Run:
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         self.total_steps = self.total_iterations * self.steps_per_iteration
         self.seconds = self.cpu_seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts: the checkpoint has them, too
-        self.test_score = "-"
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # texts; in the checkpoint, too
+        self.test_score = "-"  # as text
         self.test_table = ""
 
     @property
@@ -1168,7 +1172,7 @@ class Run:
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes`: another device or number of threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)  # a new agent
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
     run.agent.load_state_dict(saved["weights"])
     run.agent.trained_steps = saved["step"]
     run.optimizer.load_state_dict(saved["optimizer"])
@@ -1191,11 +1195,8 @@ def load_file(path, agent_class):
         raise UserError(f"{path} does not exist{hint}")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        version = saved.get("version")
-        if version != VERSION:
-            raise ValueError(
-                f"its format is {version}, not {VERSION} (format 1: use commit 40cf2af)"
-            )
+        if saved.get("version") != VERSION:
+            raise ValueError("its format is not that of this version (format 1: commit 40cf2af)")
         settings = dict(saved["config"])
         name = settings.pop("agent")
         if name != agent_class.name:
@@ -1262,13 +1263,13 @@ def csv_text(rows, header):
 
 
 def print_header(run):
+    """What runs, where, and into which folder."""
     agent, config = run.agent, run.agent.config
     rounded = (
         f" ({config.total_steps:,} rounded up)" if run.total_steps > config.total_steps else ""
     )
     print(f"{agent.name} on {config.env}: {run.total_steps:,} steps{rounded} into {run.folder}")
-    where = f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}"
-    print(where, flush=True)
+    print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
 
 
 def save_and_report(run, buffer, metrics, speed):
@@ -1305,10 +1306,7 @@ def save_and_report(run, buffer, metrics, speed):
 #
 # With torchrun each process takes its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
-# this is process 0 of 1, and sums over processes do nothing.
-
-RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+# sums over processes do nothing.
 
 
 def pick_device(name):
@@ -1327,8 +1325,7 @@ def pick_device(name):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Adam imports the compiler. After init_process_group that may crash Python on exit, so
-        # import it now.
+        # Adam imports the compiler, which may crash Python on exit if done after the next line.
         torch.compiler.reset()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -1347,10 +1344,6 @@ def sum_over_processes(x):
 # ---- 12. Command line ----------------------------------------------------------------------------
 #
 # Flags come from the fields of Config. What the user can fix is one line, without a traceback.
-
-
-class UserError(Exception):
-    """An error the user can fix; the command line prints it as one line."""
 
 
 def did_you_mean(name, names):
@@ -1461,6 +1454,8 @@ def parse(argv, agent_class=TrMRL):
 
 def eval_command(args, make_tasks, agent_class):
     """--eval: meta-test an agent and print the table."""
+    if WORLD_SIZE > 1:
+        raise UserError("--eval takes one process: start it without torchrun")
     episodes = args.get("episodes", FINAL_EPISODES)
     split = args.get("split", "test")
     if not 1 <= episodes <= 1000:
@@ -1482,12 +1477,10 @@ def eval_command(args, make_tasks, agent_class):
 
 
 def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
-    """Exit status: 0; 2 for an error the user can fix, 1 for others; 130 if stopped."""
+    """The command line. Returns 0, 2 (an error the user can fix), 1 (another), 130 (stopped)."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         args = parse(argv, agent_class)
-        if "eval" in args and WORLD_SIZE > 1:
-            raise UserError("--eval takes one process: start it without torchrun")
         if "eval" in args:
             eval_command(args, make_tasks, agent_class)
         elif "resume" in args:
