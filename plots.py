@@ -588,11 +588,6 @@ def discriminants(memories):
     return whiten @ directions.T
 
 
-def nearest(points, centres):
-    """Which of B centres (B, k) is nearest to each of the points (..., k)."""
-    return np.linalg.norm(points[..., None, :] - centres, axis=-1).argmin(axis=-1)
-
-
 def latent(ax, points, targets):
     """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80% of the points of its task."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
@@ -636,7 +631,8 @@ def draw_latent(agents, options):
     plane = discriminants(first)[:, :2]
     latent(right, first @ plane, TARGETS)
     # A new memory, of the second episode, is recognised by the nearest mean of a task.
-    found = nearest(second @ plane, (first @ plane).mean(axis=1))  # (B, T)
+    distances = (second @ plane)[:, :, None] - (first @ plane).mean(axis=1)  # (B, T, B, 2)
+    found = np.linalg.norm(distances, axis=-1).argmin(axis=-1)  # (B, T)
     share = (found.T == np.arange(len(TARGETS))).mean()
     title(right, "best separation", "contours: 80% of a task; lines: nearest task")
     figure.suptitle(f"{share:.0%} of new memories lie between the lines of their task")
@@ -1001,11 +997,11 @@ def all_works(env, device):
     update = partial(agent.update, optimizer=run.optimizer, generator=generator)
     return {
         ("physics", "raw MuJoCo"): raw_physics(envs),
-        ("physics", "SyncVectorEnv of gym.make"): stepping(gym_envs),
+        ("physics", "Gymnasium's SyncVectorEnv"): stepping(gym_envs),
         ("physics", "our tasks"): stepping(envs),
-        ("network", "network alone"): network_alone(agent),
-        ("network", "our update"): (partial(update, collect()), steps),
-        ("end to end", "our iteration"): (lambda: update(collect()), steps),
+        ("PPO update", "forward and backward passes"): network_alone(agent),
+        ("PPO update", "our update"): (partial(update, collect()), steps),
+        ("whole iteration", "our iteration"): (lambda: update(collect()), steps),
     }
 
 
@@ -1039,14 +1035,6 @@ def draw_benchmark(runs, options):
 
 DOCUMENTS = Path("README.md"), Path("docs/results.md")
 THRESHOLDS = {"halfcheetah_vel": -50, "ant_dir": 300}
-SPEEDS = {  # what benchmark.csv measures, in the words of docs/results.md
-    "raw MuJoCo": "physics: raw MuJoCo (upper bound)",
-    "SyncVectorEnv of gym.make": "physics: Gymnasium's `SyncVectorEnv`",
-    "our tasks": "physics: this code",
-    "network alone": "PPO update: forward and backward passes alone (upper bound)",
-    "our update": "PPO update: this code",
-    "our iteration": "whole iteration: this code",
-}
 
 
 def markdown(rows):
@@ -1160,12 +1148,13 @@ def classes_list(path):
 
 def benchmark_table(folder):
     """A row per measurement, a column per env: environment steps per second."""
-    table = {key: {"steps per second": label} for key, label in SPEEDS.items()}
+    table = defaultdict(dict)
     for env, name in {"halfcheetah_vel": "benchmark", "ant_dir": "benchmark_ant_dir"}.items():
         path = folder / f"{name}.csv"
         for line in read_csv(path) if path.exists() else []:
-            row = table.setdefault(line["what"], {"steps per second": line["what"]})
-            row[ENVS[env]] = f"{int(line['steps_per_second']):,}"
+            what = f"{line['group']}: {line['what']}"
+            table[what] |= {"steps per second": what}
+            table[what][ENVS[env]] = f"{int(line['steps_per_second']):,}"
     return markdown(list(table.values()))
 
 
@@ -1181,8 +1170,7 @@ def make_table(name, groups, runs, folder, options):
         return ablation_table(name.removeprefix("ablation_"), runs, options)
     if name == "benchmark":
         return benchmark_table(folder)
-    ablations = (f"ablation_{which}" for which in ABLATIONS)
-    known = ["summary", "classes", "benchmark", *groups, *ablations]
+    known = ["summary", "classes", "benchmark", *groups, *(f"ablation_{x}" for x in ABLATIONS)]
     raise trmrl.UserError(f"no table {name!r}; there are: {', '.join(known)}")
 
 

@@ -2081,12 +2081,12 @@ def test_the_benchmark_runs_and_draws_each_of_its_works(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "rates", rates)
     assert draw("benchmark", "--device", "cpu", "--out", tmp_path) == 0
-    names = ["raw MuJoCo", "SyncVectorEnv of gym.make", "our tasks", "network alone"]
-    names += ["our update", "our iteration"]
+    names = ["raw MuJoCo", "Gymnasium's SyncVectorEnv", "our tasks"]
+    names += ["forward and backward passes", "our update", "our iteration"]
     assert steps == dict.fromkeys(names, 400)  # 10 minibatches of 200 in 5 epochs: 400, too
     assert [row["what"] for row in plots.read_csv(tmp_path / "benchmark.csv")] == names
     axes = plots.plt.gcf().axes
-    assert [ax.get_title(loc="left") for ax in axes] == ["physics", "network", "end to end"]
+    assert [ax.get_title(loc="left") for ax in axes] == ["physics", "PPO update", "whole iteration"]
     assert [bar.get_width() for ax in axes for bar in ax.patches] == [100, 200, 300, 400, 500, 600]
 
 

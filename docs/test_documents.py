@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,19 @@ def run_example(word, old="", new=""):
     code = next(code for code in examples if word in code)
     assert old in code
     exec(compile(code.replace(old, new), "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_tables_are_up_to_date_with_the_csv_files(tmp_path, monkeypatch):
+    """As `python plots.py tables` would write them now."""
+    (tmp_path / "docs").mkdir()
+    for path in plots.DOCUMENTS:
+        shutil.copy(ROOT / path, tmp_path / path)
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    monkeypatch.chdir(tmp_path)
+    assert plots.main(["tables"]) == 0
+    for path in plots.DOCUMENTS:
+        same = (tmp_path / path).read_text() == (ROOT / path).read_text()
+        assert same, f"{path} is out of date: python plots.py tables"
 
 
 def test_the_task_family_of_the_readme_learns_and_the_columns_are_explained(tmp_path, monkeypatch):
