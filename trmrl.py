@@ -99,14 +99,14 @@ PRESETS = {
 
 
 def setting(group, default, help, low=0, high=10**9):
-    """A field of Config: its group in --help, default, meaning and, for numbers, bounds."""
+    """A field of Config: its group in --help, default, meaning, and bounds (see check_config)."""
     return field(default=default, metadata=dict(group=group, help=help, low=low, high=high))
 
 
 @dataclass
 class Config:
-    # Without annotations, so not settings. A baseline overrides both: its presets and the fields
-    # that it does not use.
+    # Not annotated, so these two are not fields. A baseline has its own presets, and it names the
+    # fields that it does not use.
     presets = PRESETS
     unused = ()
 
@@ -141,9 +141,9 @@ class Config:
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
-        # ml1_push takes the preset of ml1; a family of your own, that of the half-cheetah.
-        name = self.env if self.env in self.presets else self.env.split("_")[0]
-        preset = self.presets.get(name, self.presets["halfcheetah_vel"])
+        # ml1_push takes the preset of ml1; an env of your own takes the half-cheetah's.
+        family = self.env if self.env in self.presets else self.env.split("_")[0]
+        preset = self.presets.get(family, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -155,6 +155,7 @@ class Config:
 
     @property
     def episodes_per_row(self):
+        """rows_per_task * episodes_per_row == episodes_per_trial"""
         return self.episodes_per_trial if self.keep_memory else 1
 
 
@@ -323,7 +324,7 @@ class AntDir(MujocoFamily):
 def metaworld_tasks(env):
     """Class names, training tasks and test tasks of a MetaWorld benchmark (v3; the paper used v2).
 
-    Tasks are (classes, 50, 7): the number of the class, then MetaWorld's rand_vec (3 or 6 numbers:
+    Tasks are (classes, 50, 7): the index of the class, then MetaWorld's rand_vec (3 or 6 numbers:
     positions of the goal and often of the object), padded with zeros.
     """
     import metaworld  # takes a second
@@ -374,8 +375,8 @@ class MetaWorldFamily(TaskFamily):
         """The first task of each class in turn, then the second, until there are n."""
         num_classes = len(self.classes)
         if n % num_classes:
-            names = "--num-tasks (per process) and --eval-tasks"
-            raise UserError(f"{names} must be multiples of the {num_classes} classes")
+            flags = "--num-tasks (per process) and --eval-tasks"
+            raise UserError(f"{flags} must be multiples of the {num_classes} classes")
         turn, class_id = divmod(np.arange(n), num_classes)  # 3 classes: 000111 and 012012
         return tasks[class_id, turn % 50]
 
@@ -441,12 +442,13 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
 # row. Where an episode terminates early (the ant falls), the next one begins at once in the same
-# row, so a row may end in the middle of an episode. What an ending does, or (with --keep-memory):
+# row, so a row may end in the middle of an episode. What each ending does (with --keep-memory in
+# parentheses):
 #
 #                      eta   memory           PPO trajectory     value that follows
 #     terminated       1     cleared (kept)   ends               0
-#     time limit       1     cleared (kept)   ends (continues)   of the last state (next episode)
-#     end of the row   -     -                ends               of the last state
+#     time limit       1     cleared (kept)   ends (continues)   of s_{t+1} (of the next episode)
+#     end of the row   -     -                ends               of s_{t+1}
 #
 # What is kept matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
@@ -454,7 +456,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 class Buffer:
     """B of Algorithm 1: R rows of T steps on the generator's device, filled step by step.
 
-    `window` gathers the tokens that a step sees, so every step is stored only once.
+    `window` gathers the tokens that a step sees, so every step is stored only once. The generator
+    draws the noise of sampled actions.
     """
 
     def __init__(self, R, T, sizes, generator):
@@ -473,8 +476,8 @@ class Buffer:
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
 
-        # Actions and predictions. Noise is drawn in advance, so that asking an agent twice for the
-        # same step, as a user's own loop may do, gives the same answer twice.
+        # Actions and predictions. Noise is drawn in advance, so that an action depends only on its
+        # step, not on how often the agent is asked.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # not clipped; log_prob is that of this one
         self.log_prob = zeros(R, T)
@@ -537,8 +540,8 @@ def window(buffer, row, t, N):
     step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
     tokens = buffer.token[row[:, None], step]
 
-    # PAD: blank the action, the reward and eta of the current step and of empty slots, in `tokens`
-    # only: indexing has made a copy.
+    # PAD: blank the action, reward and eta of the current step (and of empty slots, although they
+    # are hidden). Indexing has made a copy: the buffer keeps them.
     S = buffer.state.shape[-1]
     blank = slot >= current_slot[:, None]
     tokens[..., S:].masked_fill_(blank[..., None], 0.0)
@@ -613,7 +616,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(L))
         self.layers.apply(xavier)
-        if tfixup:
+        if tfixup:  # phi, the input embedding, follows in TrMRL
             for layer in self.layers:
                 # 0.67 L^(-1/4); the paper writes N for L. Sec. 3.3 says "the linear projection
                 # matrices"; the T-Fixup paper excludes queries and keys.
@@ -712,7 +715,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # a meta-test reports this episode: by then the agent has adapted
+    scored_episode = 1  # meta-tests report it; agents that adapt between episodes take a later one
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -760,9 +763,12 @@ class Agent(nn.Module):
 
     def parameter_groups(self):
         """The value head has a learning rate of its own."""
-        value = list(self.value_head.parameters())
+        value_head = list(self.value_head.parameters())
         others = [p for name, p in self.named_parameters() if not name.startswith("value_head.")]
-        return [dict(params=others, lr=self.config.lr), dict(params=value, lr=self.config.value_lr)]
+        return [
+            dict(params=others, lr=self.config.lr),
+            dict(params=value_head, lr=self.config.value_lr),
+        ]
 
 
 class TrMRL(Agent):
@@ -957,8 +963,9 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, *old, agent.config.clip)
+            old_log_prob = buffer.log_prob[row, t]
+            targets = advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
@@ -996,10 +1003,10 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
-# The outer loop. A Run (section 10) holds the agent, its environments, its optimizer and its files.
-# Every random number of training follows from the seed, the iteration and the process. On a CPU, a
-# run that is resumed with the same processes and threads therefore ends as if it had never been
-# interrupted.
+# The outer loop. A Run (section 10) holds the agent, its environments, its optimizer (Adam) and its
+# files. Every random number of training follows from the seed, the iteration and the process. On a
+# CPU, a run that is resumed with the same processes and threads therefore ends as if it had never
+# been interrupted.
 
 
 def train_iteration(run):
@@ -1046,30 +1053,17 @@ def meta_test_splits(run):
 
 
 def train_until_finished(run):
-    """Train, meta-test and report; if the run is interrupted, say how to continue it."""
-    try:
-        if RANK == 0:
-            print_header(run)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        while not run.finished:
-            began, cpu_began = time.monotonic(), time.process_time()
-            buffer, metrics = train_iteration(run)
-            if RANK == 0:  # the other processes wait for this one in their next sum
-                speed = run.steps_per_iteration / (time.monotonic() - began)
-                if run.iteration % run.agent.config.eval_every == 0 or run.finished:
-                    meta_test_splits(run)
-                run.seconds += time.monotonic() - began
-                run.cpu_seconds += time.process_time() - cpu_began
-                save_and_report(run, buffer, metrics, speed)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
-    return run.agent
+    """The outer loop: train, meta-test, report."""
+    while not run.finished:
+        began, cpu_began = time.monotonic(), time.process_time()
+        buffer, metrics = train_iteration(run)
+        if RANK == 0:  # the other processes wait for this one in their next sum
+            speed = run.steps_per_iteration / (time.monotonic() - began)
+            if run.iteration % run.agent.config.eval_every == 0 or run.finished:
+                meta_test_splits(run)
+            run.seconds += time.monotonic() - began
+            run.cpu_seconds += time.process_time() - cpu_began
+            save_and_report(run, buffer, metrics, speed)
 
 
 def train(config, make_tasks=make_tasks, agent_class=TrMRL):
@@ -1078,7 +1072,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 checks: the others might see the folder that it has just created.
     if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return train_until_finished(Run(folder, config, make_tasks, agent_class))
+    return supervise(Run(folder, config, make_tasks, agent_class))
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1125,7 +1119,7 @@ class Run:
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         self.total_steps = self.total_iterations * self.steps_per_iteration
         self.seconds = self.cpu_seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # texts; in the checkpoint, too
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # as in the checkpoint
         self.test_score = "-"  # as text
         self.test_table = ""
 
@@ -1169,6 +1163,24 @@ class Run:
             os.replace(temporary, self.folder / name)
 
 
+def supervise(run):
+    """Train until the run is finished; if it is interrupted, say how to continue it."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        train_until_finished(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise OSError(f"{error}; {run.resume_hint}") from None
+    return run.agent
+
+
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes`: another device or number of threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
@@ -1179,7 +1191,7 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_fields:
         setattr(run, name, saved[name])
     if not run.finished:
-        return train_until_finished(run)
+        return supervise(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1325,7 +1337,7 @@ def pick_device(name):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Adam imports the compiler, which may crash Python on exit if done after the next line.
+        # Imports the compiler. Adam would do so later, which may crash Python on exit.
         torch.compiler.reset()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -1401,7 +1413,7 @@ def make_parser(agent_class, env):
     )
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
-    group.add_argument("--split", help="with --eval: test (default), ood, or train as in training")
+    group.add_argument("--split", help="with --eval: test (default), ood, or train")
     group.add_argument("--episodes", type=integer, help="with --eval: episodes per task")
     actions = group.add_mutually_exclusive_group()
     actions.add_argument("--mean", action="store_true", help="with --eval: mean actions")
