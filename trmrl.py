@@ -155,7 +155,7 @@ class Config:
 
     @property
     def episodes_per_row(self):
-        """rows_per_task * episodes_per_row == episodes_per_trial"""
+        """Episodes that follow each other in a row: one, or all E with --keep-memory."""
         return self.episodes_per_trial if self.keep_memory else 1
 
 
@@ -177,13 +177,15 @@ class TaskFamily(VectorEnv):
         sample_tasks(rng, n)   n random training tasks, (n, k)
         fixed_tasks(split, n)  n tasks of another split, (n, k)
         begin(mask)            start an episode where the mask is true; draw from self.np_random
-        advance(actions)       one step, actions in [-1, 1]; returns reward, terminated, info
+        advance(actions)       one step, actions in [-1, 1]; returns reward and terminated,
+                               (num_envs,), and info, a dictionary of such arrays; "success",
+                               if it is one of them, is reported
         observation()          what the agent sees, (num_envs, state_size)
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")
-    classes = ()  # names, if the family has several kinds of tasks
+    splits = ("train", "test")  # "train" first; a run meta-tests all others
+    classes = ()  # names, if there are several kinds of tasks; tasks[:, 0] is then their index
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
 
@@ -196,7 +198,7 @@ class TaskFamily(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
-        if split == "train":  # meta-training replaces these in every iteration
+        if split == "train":  # for --eval --split train; meta-training draws new ones
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
             self.tasks = self.fixed_tasks(split, num_envs)
@@ -442,7 +444,7 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
 # row. Where an episode terminates early (the ant falls), the next one begins at once in the same
-# row, so a row may end in the middle of an episode. What each ending does (with --keep-memory in
+# row: a trial is always E * episode_length steps. What each ending does (with --keep-memory in
 # parentheses):
 #
 #                      eta   memory           PPO trajectory     value that follows
@@ -507,8 +509,8 @@ class Buffer:
     def episode_results(self, episodes):
         """Return and success of the first `episodes` episodes of each row, (R, episodes).
 
-        The row must have room for them. An episode succeeds if any of its steps does (the paper
-        does not say); NaN if the family has no success.
+        T must be at least episodes * episode_length. An episode succeeds if any of its steps does
+        (the paper does not say); NaN if the family has no success.
         """
         reward = self.reward.cpu().numpy().astype(np.float64)
         success = self.info.get("success", np.full(reward.shape, np.nan))
@@ -715,7 +717,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # meta-tests report it; agents that adapt between episodes take a later one
+    scored_episode = 1  # the one behind the test score; later if an agent adapts between episodes
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -746,8 +748,7 @@ class Agent(nn.Module):
         """Actions (R, A) of all rows at step t, sampled or means; log_prob and value (R,)."""
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
-        noise = self.log_std.exp() * buffer.noise[:, t]
-        action = mean + noise if sample else mean
+        action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
         return action, gaussian_log_prob(mean, self.log_std, action), value
 
     def minibatches(self, buffer, generator):
@@ -786,7 +787,7 @@ class TrMRL(Agent):
             # Sec. 3.3: N(0, d^(-1/2)), read as a std; (9 L)^(-1/4) comes from the T-Fixup paper.
             nn.init.normal_(self.phi.weight, std=d**-0.5 * (9 * L) ** -0.25)
         else:
-            nn.init.xavier_uniform_(self.phi.weight)
+            xavier(self.phi)
         self.register_buffer("positions", sinusoids(config.memory_length, d))
         self.transformer = Transformer(L, d, config.heads, config.tfixup)
 
@@ -813,7 +814,7 @@ class Player:
             observation, reward, terminated, truncated, _ = envs.step(action)
             player.observe(observation, reward, terminated, truncated)
 
-    It plays at most max_steps steps. Where an episode ends early, reset as `collect` does.
+    It plays at most max_steps steps. Where an episode ends early, reset as `collect` does below.
     """
 
     def __init__(self, agent, num_envs, max_steps=10_000, seed=0):
@@ -963,9 +964,8 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old_log_prob = buffer.log_prob[row, t]
-            targets = advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
+            old, adv, target = (x[row, t] for x in (buffer.log_prob, advantage, value_target))
+            loss, metrics = ppo_loss(log_prob, value, old, adv, target, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
@@ -1037,15 +1037,13 @@ def train_iteration(run):
 
 def meta_test_splits(run):
     """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, episodes = run.agent, run.agent.scored_episode
-    scored = episodes - 1  # the column of this episode
-    if run.finished:
-        episodes = max(FINAL_EPISODES, episodes)
+    agent, scored = run.agent, run.agent.scored_episode
+    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
     for split, envs in run.test_envs.items():
         returns, success = meta_test(agent, envs, episodes)
         run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
         if split == "test":
-            run.test_score = score_text(returns[:, scored], success[:, scored])
+            run.test_score = score_text(returns[:, scored - 1], success[:, scored - 1])
             run.test_table = results_table(returns, success, envs)
         if run.finished and envs.sample_at_test:
             returns, success = meta_test(agent, envs, episodes, sample=False)
@@ -1058,7 +1056,7 @@ def train_until_finished(run):
         began, cpu_began = time.monotonic(), time.process_time()
         buffer, metrics = train_iteration(run)
         if RANK == 0:  # the other processes wait for this one in their next sum
-            speed = run.steps_per_iteration / (time.monotonic() - began)
+            speed = run.steps_per_iteration / (time.monotonic() - began)  # without the meta-test
             if run.iteration % run.agent.config.eval_every == 0 or run.finished:
                 meta_test_splits(run)
             run.seconds += time.monotonic() - began
@@ -1072,7 +1070,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 checks: the others might see the folder that it has just created.
     if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return supervise(Run(folder, config, make_tasks, agent_class))
+    return finish(Run(folder, config, make_tasks, agent_class))
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1095,13 +1093,14 @@ class Run:
         torch.set_num_threads(config.threads or os.cpu_count())  # make_tasks uses it, too
         device = pick_device(config.device)
         join_processes(device)
+        # Save what is really used, not "auto" or 0.
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
         # The environments of this process, one for each row.
-        num_tasks = config.num_tasks // WORLD_SIZE
-        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
+        tasks = config.num_tasks // WORLD_SIZE
+        self.envs = make_tasks(config.env, tasks * config.rows_per_task, config.seed, "train")
         # Fail here, not in the first iteration, if the family cannot draw this many tasks.
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
+        self.envs.sample_tasks(np.random.default_rng(0), tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1119,7 +1118,7 @@ class Run:
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
         self.total_steps = self.total_iterations * self.steps_per_iteration
         self.seconds = self.cpu_seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # as in the checkpoint
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts; the checkpoint has them, too
         self.test_score = "-"  # as text
         self.test_table = ""
 
@@ -1163,7 +1162,7 @@ class Run:
             os.replace(temporary, self.folder / name)
 
 
-def supervise(run):
+def finish(run):
     """Train until the run is finished; if it is interrupted, say how to continue it."""
     try:
         if RANK == 0:
@@ -1191,7 +1190,7 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_fields:
         setattr(run, name, saved[name])
     if not run.finished:
-        return supervise(run)
+        return finish(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1277,10 +1276,9 @@ def csv_text(rows, header):
 def print_header(run):
     """What runs, where, and into which folder."""
     agent, config = run.agent, run.agent.config
-    rounded = (
-        f" ({config.total_steps:,} rounded up)" if run.total_steps > config.total_steps else ""
-    )
-    print(f"{agent.name} on {config.env}: {run.total_steps:,} steps{rounded} into {run.folder}")
+    asked, total = config.total_steps, run.total_steps
+    rounded = f" ({asked:,} rounded up)" if total > asked else ""
+    print(f"{agent.name} on {config.env}: {total:,} steps{rounded} into {run.folder}")
     print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
 
 
@@ -1374,7 +1372,7 @@ def check_config(config):
     for f in fields(config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
         accepted = (int, float) if f.type is float else (f.type,)
-        if type(value) not in accepted:
+        if type(value) not in accepted:  # not isinstance: True is an int
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
@@ -1405,7 +1403,7 @@ def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     text = sys.modules[agent_class.__module__].__doc__ or ""
     parser = Parser(
-        description=text.split("\nSections")[0],  # without "Sections ..."
+        description=text.split("\nSections")[0],  # up to the table of contents
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
