@@ -428,7 +428,8 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
     names = [*FAMILIES, "ml45_train", *(f"ml1_{name}" for name in classes)]
     if env in names:
         return MetaWorldFamily(env, num_tasks, seed, split)
-    raise UserError(f"unknown env {env!r}{did_you_mean(env, names)}; known: {', '.join(names)}")
+    hint = did_you_mean(env, names) or f"; there are {', '.join(names)}"
+    raise UserError(f"unknown env {env!r}{hint}")
 
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
