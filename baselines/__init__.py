@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The methods that the paper compares TrMRL with, each in one file: `python -m baselines.rl2`."""
+"""The methods that the paper compares TrMRL with, each in one file: `python -m baselines.rl2`.
 
-# Settings of trmrl.Config that a baseline with another memory than the transformer does not use.
+VariBAD borrows two functions from rl2.py.
+"""
+
+# Settings that are not flags of a baseline: those of the transformer, which it does not have, and
+# keep_memory, which follows from the method.
 MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

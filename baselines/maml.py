@@ -4,19 +4,19 @@
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. The
 agent explores a task with theta for E - 1 episodes. It then takes the inner step, theta' = theta +
 alpha grad J(theta), and acts with theta' from then on. Meta-training maximises what theta' earns,
-so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO makes the
-outer step as long as possible while the adapted policies change by at most a given KL divergence.
+so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO chooses the
+outer step: the best one that changes the adapted policies by at most a given KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step.
-Here, as for every agent of this project, one row of experience is all there is of a task, so E - 1
-episodes, by default one, must do. Also different: 64 tanh units (the paper: 100 ReLU), advantages
-by GAE and standardised per task, a larger KL bound and more damping.
+samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step. Here
+a trial is all there is of a task, so E - 1 episodes, by default two, must do. Also different: 64
+tanh units (the paper: 100 ReLU), advantages by GAE and standardised per task, probability ratios in
+the inner step, a larger KL bound and more damping.
 
-Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A numbers of a state
-and an action; P weights of the policy, as one vector; F features.
+Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A are the sizes of a
+state and an action; P weights of the policy, as one vector; D features.
 """
 
 import sys
@@ -36,10 +36,9 @@ CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian
 FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
 
-COMMON = dict(episodes_per_trial=2, lr=0.0)  # TRPO, not Adam, changes the weights
+COMMON = dict(episodes_per_trial=3, lr=0.0)  # TRPO, not Adam, changes the weights
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
-PRESETS["ant_dir"] |= dict(total_steps=5_000_000)
 
 
 @dataclass
@@ -48,8 +47,7 @@ class Config(trmrl.Config):
     unused = (*MEMORY_FIELDS, "d_model")
     unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
-    # The scored episode, E + 1, must be one of the six of a meta-test.
-    episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2, high=5)
+    episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
@@ -67,7 +65,7 @@ class Config(trmrl.Config):
 
 
 class Steps(NamedTuple):
-    """What a policy gradient needs: the exploring or the adapted steps of each row."""
+    """What a policy gradient needs of the exploring or the adapted steps; vmap splits the rows."""
 
     state: torch.Tensor  # (R, T, S)
     action: torch.Tensor  # (R, T, A)
@@ -79,21 +77,21 @@ class Steps(NamedTuple):
 class Experience:
     """The first T steps of some rows. The mask (R, T) selects the exploring or the adapted ones."""
 
-    def __init__(self, buffer, row, mask):
+    def __init__(self, buffer, rows, mask):
         T = mask.shape[1]
         self.mask = mask
-        self.state = buffer.state[row, :T]
-        self.action = buffer.action[row, :T]
-        self.log_prob = buffer.log_prob[row, :T]
-        self.reward = buffer.reward[row, :T]
-        self.terminated = buffer.terminated[row, :T]
-        self.done = buffer.eta[row, :T] > 0
+        self.state = buffer.state[rows, :T]
+        self.action = buffer.action[rows, :T]
+        self.log_prob = buffer.log_prob[rows, :T]
+        self.reward = buffer.reward[rows, :T]
+        self.terminated = buffer.terminated[rows, :T]
+        self.done = buffer.eta[rows, :T] > 0
         self.done[:, -1] = True  # the row may end within an episode
         self.count = mask.sum(dim=1, keepdim=True)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # (R, 1)
 
     def features(self):
-        """What the baseline is linear in, (R, T, F)."""
+        """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
         # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
         step = torch.arange(self.done.shape[1], device=self.done.device)
         began = (self.done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
@@ -105,24 +103,22 @@ class Experience:
         return torch.cat([self.state, self.state**2, of_task, *of_time], dim=-1)
 
     def advantages(self, beta, gamma, lam):
-        """GAE with the baseline whose weights are beta (F,): (R, T)."""
+        """GAE with the baseline whose weights are beta (D,): (R, T)."""
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # A fall is worth 0 from then on. At a time limit the last value stands for what would
-        # follow.
+        # Where an episode terminates, the next value is 0. At a time limit the last one stands in.
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
 
     def fit_baseline(self, gamma):
-        """beta (F,) by ridge regression over the selected steps of all rows."""
+        """beta (D,) by ridge regression over the selected steps of all rows."""
         X = self.features()[self.mask]
-        M, F = X.shape
+        M, D = X.shape
         # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma).
-        y = self.advantages(X.new_zeros(F), gamma, lam=1.0)[self.mask]
-        ridge = RIDGE * torch.eye(F).to(X)
-        return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)
+        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
+        return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
 
-    def steps(self, beta, config):
+    def selected_steps(self, beta, config):
         """The selected Steps, with advantages standardised in each row."""
         weight = self.mask / self.count
         advantage = self.advantages(beta, config.gamma, config.gae_lambda)
@@ -141,18 +137,15 @@ class Experience:
 def surrogate(mean, log_std, steps):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    While pi is pi_old, the gradient is that of A(s, a) log pi(a | s). With log pi the second
-    derivatives would be wrong; with the ratio of each step they are nearly right (Rothfuss et al.
-    2019).
+    At pi = pi_old its gradient is that of A(s, a) log pi(a | s). The second derivatives of the
+    latter would be wrong, those of the ratio are nearly right (Rothfuss et al. 2019).
     """
     ratio = (trmrl.gaussian_log_prob(mean, log_std, steps.action) - steps.log_prob).exp()
     return (steps.weight * steps.advantage * ratio).sum()
 
 
-def divergence(old, new, steps):
-    """KL(old || new) of Gaussians (mean, log_std), averaged over the steps of one row."""
-    mean, log_std = old
-    new_mean, new_log_std = new
+def divergence(mean, log_std, new_mean, new_log_std, steps):
+    """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
     square = (2 * log_std).exp() + (mean - new_mean) ** 2
     kl = new_log_std - log_std + 0.5 * square / (2 * new_log_std).exp() - 0.5
     return (steps.weight * kl.sum(dim=-1)).sum()
@@ -170,31 +163,27 @@ class MAML(trmrl.Agent):
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
-        self.scored_episode = config.episodes_per_trial + 1  # the second after the inner step
+        self.scored_episode = config.episodes_per_trial  # the first after the inner step
         del self.value_head  # the baseline is linear
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # (2, F): exploring, adapted
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # (2, D): exploring, adapted
 
     @property
     def theta(self):
         """The initial weights, (P,)."""
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
-    def forward(self, state):
-        """Mean and log_std; not Agent's forward, but what functional_call needs below."""
-        return self.policy_head(state), self.log_std
-
     def policy_of(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
-        initial = dict(self.named_parameters())  # for names and shapes
-        parts = weights.split([p.numel() for p in initial.values()])
-        named = {name: part.view_as(p) for (name, p), part in zip(initial.items(), parts)}
-        return functional_call(self, named, (state,))
+        log_std, *parts = weights.split([p.numel() for p in self.parameters()])
+        named = zip(self.policy_head.named_parameters(), parts)  # for names and shapes
+        head = {name: part.view_as(p) for (name, p), part in named}
+        return functional_call(self.policy_head, head, (state,)), log_std
 
     def adapt(self, theta, steps):
         """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
 
-        def J(weights, steps):
-            return surrogate(*self.policy_of(weights, steps.state), steps)
+        def J(weights, row_steps):
+            return surrogate(*self.policy_of(weights, row_steps.state), row_steps)
 
         return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, steps)
 
@@ -209,14 +198,12 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration has just ended.
-        if t > 0:
-            row = done[:, -1] & (episode == explorations)
-            if row.any():
-                all_steps = torch.ones_like(done[row])
-                exploring = Experience(buffer, row, mask=all_steps)
-                inner = exploring.steps(self.betas[0], self.config)
-                buffer.stored["weights"][row] = self.adapt(self.theta, inner)
+        # The inner step of the rows whose exploration has just ended; there are none at t = 0.
+        rows = (episode == explorations) & (buffer.eta[:, t - 1] > 0)
+        if rows.any():
+            exploring = Experience(buffer, rows, mask=torch.ones_like(done[rows]))
+            inner = exploring.selected_steps(self.betas[0], self.config)
+            buffer.stored["weights"][rows] = self.adapt(self.theta, inner)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < explorations) | sample
@@ -229,11 +216,10 @@ class MAML(trmrl.Agent):
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < config.episodes_per_trial - 1
-        all_rows = slice(None)
-        exploring = Experience(buffer, all_rows, mask=explores)
-        adapted = Experience(buffer, all_rows, mask=~explores)
-        inner = exploring.steps(self.betas[0], config)
-        outer = adapted.steps(self.betas[1], config)
+        exploring = Experience(buffer, slice(None), mask=explores)  # all rows
+        adapted = Experience(buffer, slice(None), mask=~explores)
+        inner = exploring.selected_steps(self.betas[0], config)
+        outer = adapted.selected_steps(self.betas[1], config)
 
         def policies(theta):
             """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
@@ -247,7 +233,7 @@ class MAML(trmrl.Agent):
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(divergence)(old, policies(theta), outer).mean()
+            return vmap(divergence)(*old, *policies(theta), outer).mean()
 
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
@@ -259,14 +245,14 @@ class MAML(trmrl.Agent):
 
         returns, _ = buffer.episode_results(config.episodes_per_trial)
         return metrics | {
-            "return_before": returns[:, 0].mean(),
-            "return_after": returns[:, -1].mean(),
+            "return_before": returns[:, 0].mean(),  # of the first episode
+            "return_after": returns[:, -1].mean(),  # of the adapted one
             "std": self.log_std.exp().mean().item(),
             "updates": 1,
         }
 
     def parameter_groups(self):
-        return [dict(params=list(self.parameters()), lr=0.0)]
+        return [dict(params=list(self.parameters()), lr=self.config.lr)]
 
 
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
@@ -302,8 +288,7 @@ def trpo_step(objective, kl, theta, max_kl):
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
-    # Both approximations hold near theta only. Shorten the step until the objective grows and the
-    # bound holds.
+    # Both approximations hold near theta only: shorten the step until it really is an improvement.
     before = objective(theta)
     for fraction in FRACTIONS:
         candidate = theta + fraction * step

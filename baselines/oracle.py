@@ -2,8 +2,9 @@
 """The oracle: an agent that is told the task.
 
 It needs no memory, because it has nothing to infer: its policy is an MLP on the state and the task.
-TrMRL's gap to the oracle is roughly the price of inferring the task. The oracle's own gap to a
-perfect score is due to the robot and to PPO. On ML45 it is weak: it is told the class as a number.
+TrMRL's gap to the oracle is roughly the price of inferring the task (their networks and, on the
+half-cheetah, their learning rates differ, too). The oracle's own gap to a perfect score is due to
+the robot and to PPO. On ML45 it is weak: the class is one of its inputs as a number, 0 to 44.
 
     python -m baselines.oracle --env halfcheetah_vel
 """
@@ -46,6 +47,7 @@ class Oracle(trmrl.Agent):
         return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task)[row]], dim=-1)
 
     def update(self, buffer, optimizer, generator):
+        """PPO; the statistics come last, so that they are the same for a whole batch."""
         metrics = super().update(buffer, optimizer, generator)
         self.task_normalizer.update(buffer.task)
         return metrics

@@ -7,9 +7,8 @@ turns each transition into a Gaussian factor, and the posterior q(z | c) is the 
 factors, whatever their order. In the first episode of a task the agent draws z from the prior
 N(0, I), in each later one from the posterior given the episodes so far: it adapts from one episode
 to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and two Q
-functions of (s, a, z) from a replay of past trials. The error of the Q functions trains the
-encoder, too, and a KL divergence keeps the posterior near the prior; the policy's gradient stops at
-z.
+functions of (s, a, z) from a replay of past trials. The error of the Q functions also trains the
+encoder, and a KL divergence keeps the posterior near the prior. The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
@@ -19,14 +18,14 @@ The main differences from the paper:
   recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
   trial is all the data of its task: the context and the RL batch come from the same trial. Trials
   are drawn from the whole replay, recent ones more often.
-- A transition of the context is (s, a, r), without the next state.
+- A transition of the context is (s, a, r), without the next state, as in the authors' code.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   300 units. Ours: 16 tasks with 32 transitions, 128 units, and the presets' gamma, not 0.99.
 - SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
-  Observations are normalised, and rewards are scaled so that Q is about 1: hence the small weight
-  of the KL divergence. One Adam serves encoder, critics and policy.
+  Observations are normalised, and rewards are scaled so that Q is about 1: hence the KL divergence
+  has the weight 2e-5 (theirs: 0.1). One Adam serves encoder, critics and policy.
 
-Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z numbers of a
+Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z are the sizes of a
 state, an action and z; R rows of T steps per iteration; the replay keeps the last K iterations.
 """
 
@@ -35,9 +34,9 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryFile
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -56,8 +55,7 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    unused = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda")
-    unused += ("clip", "epochs", "value_lr")
+    unused = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
     latent_size: int = setting("agent", 5, "size of z", low=1)
@@ -95,7 +93,7 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    scored_episode = 3  # the first two are for exploration
+    scored_episode = 3  # its z comes from two episodes
 
     def __init__(self, config, sizes):
         if trmrl.WORLD_SIZE > 1:
@@ -105,8 +103,9 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        # SAC has Q functions instead of a value, and a deviation that depends on the state.
-        self.value_head = self.log_std = None
+        # The heads of Agent are for PPO. SAC has Q functions instead of a value, and a standard
+        # deviation that depends on the state.
+        del self.value_head, self.log_std
         self.encoder = network(S + A + 1, hidden, 2 * Z)
         self.policy_head = network(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
@@ -119,24 +118,21 @@ class PEARL(trmrl.Agent):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
         return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
-    def scaled(self, reward):
-        """Rewards of root mean square 1."""
-        return reward / self.reward_stats.root_mean_square
-
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
         M, C = reward.shape
         if C == 0:  # the prior
-            zeros = torch.zeros(M, self.config.latent_size, device=self.device)
-            return zeros, zeros + 1
+            mean = torch.zeros(M, self.config.latent_size, device=self.device)
+            return mean, torch.ones_like(mean)
 
         # Each transition c_n gives a factor N(z; mean_n, var_n).
-        transition = torch.cat([state, action, self.scaled(reward).unsqueeze(-1)], dim=-1)
+        scaled_reward = reward / self.reward_stats.root_mean_square
+        transition = torch.cat([state, action, scaled_reward.unsqueeze(-1)], dim=-1)
         factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
         factor_var = F.softplus(raw_var) + 1e-6
 
-        # q(z | c) is proportional to the product of the factors: precisions (1 / var_n) add up, and
-        # they weight the means.
+        # q(z | c) is proportional to the product of the factors (the prior is not one of them):
+        # precisions (1 / var_n) add up, and they weight the means.
         precision = 1 / factor_var
         var = 1 / precision.sum(dim=1)
         mean = var * (precision * factor_mean).sum(dim=1)
@@ -145,7 +141,7 @@ class PEARL(trmrl.Agent):
     def pi(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
-        log_std = log_std.clamp(-5.0, 2.0)
+        log_std = log_std.clamp(-5.0, 2.0)  # the usual bounds of SAC
         u = mean + log_std.exp() * noise
         # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
         # 4 / (e^u + e^-u)^2, whose logarithm stays finite.
@@ -159,7 +155,7 @@ class PEARL(trmrl.Agent):
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
     def new_buffer(self, rows, steps, generator):
-        """z[:, t] is the z of step t; z_noise[:, t] draws it if an episode begins there."""
+        """z[:, t] is the z of step t; if an episode begins there, z_noise[:, t] draws it."""
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
         buffer.stored["z"] = z
@@ -177,8 +173,7 @@ class PEARL(trmrl.Agent):
             begins = buffer.eta[:, t - 1] > 0
         if begins.any():
             past = (buffer.state, buffer.clipped_action, buffer.reward)
-            state, action, reward = (x[begins, :t] for x in past)
-            mean, var = self.posterior(state, action, reward)
+            mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
         noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
@@ -212,11 +207,10 @@ class PEARL(trmrl.Agent):
         # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
-        r = (1 - gamma) * self.scaled(reward)
+        r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
 
         # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
-        context_state, context_action, context_reward, *_ = self.unpack(context)
-        mean, var = self.posterior(context_state, context_action, context_reward)
+        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
         z = mean + var.sqrt() * noise_like(mean, generator)
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
@@ -225,26 +219,25 @@ class PEARL(trmrl.Agent):
         with torch.no_grad():
             next_action, log_prob = self.pi(next_state, z, noise_like(action, generator))
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
-            next_value = next_q - alpha * log_prob
-            y = r + gamma * (1 - terminated) * next_value
+            y = r + gamma * (1 - terminated) * (next_q - alpha * log_prob)
 
         # The critics' error trains the encoder, too, by way of z. At a time limit the next state is
         # that of the next episode, so there is no target.
-        error = self.q(self.critics, state, action, z) - y  # (2, M, B)
-        error = (1 - timed_out) * error
+        error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). Only the policy does:
-        # the gradient reaches neither the critics nor, by way of z, the encoder.
+        # here no gradient will reach the critics' weights or, by way of z, the encoder.
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))
-        q = self.q(self.critics, state, new_action, z).amin(dim=0)
-        policy_loss = (alpha * log_prob - q).mean()
+        min_q = self.q(self.critics, state, new_action, z).amin(dim=0)
+        policy_loss = (alpha * log_prob - min_q).mean()
         self.critics.requires_grad_(True)
 
         loss = critic_loss + policy_loss + self.config.kl_weight * kl
-        metrics = {"critic_loss": critic_loss, "q": q.mean(), "kl": kl, "entropy": -log_prob.mean()}
+        metrics = {"critic_loss": critic_loss, "q": min_q.mean(), "kl": kl}
+        metrics["entropy"] = -log_prob.mean()
         return loss, {name: x.detach() for name, x in metrics.items()}
 
     def remember(self, buffer):
@@ -271,9 +264,8 @@ class PEARL(trmrl.Agent):
 
 # ---- Replay --------------------------------------------------------------------------------------
 #
-# Machinery: skip it at first. Every iteration appends its trials to a file in the run folder. The
-# checkpoint knows how many iterations the file has, so a crash does no harm: what comes after them
-# is cut off.
+# Every iteration appends its trials to a file in the run folder. The checkpoint knows how many
+# iterations the file has, so a crash does no harm: what comes after them is cut off.
 
 
 class Replay:
@@ -294,14 +286,13 @@ class Replay:
         file.truncate(iterations * bytes_per_iteration)
         for i in range(max(0, iterations - capacity), iterations):
             file.seek(i * bytes_per_iteration)
-            numbers = np.fromfile(file, np.float32, math.prod(shape))
-            self.trials[i % capacity] = torch.from_numpy(numbers).view(shape)
+            content = bytearray(file.read(bytes_per_iteration))
+            self.trials[i % capacity] = torch.frombuffer(content, dtype=torch.float).view(shape)
 
     def append(self, trials):
         """Add the trials of an iteration, (R, T + 1, width)."""
         self.file.write(trials.cpu().numpy().tobytes())
         self.file.flush()
-        os.fsync(self.file.fileno())
         self.trials[self.iterations % len(self.trials)] = trials
         self.iterations += 1
 
@@ -311,21 +302,19 @@ class Replay:
         B = config.minibatch // M
         K, R, columns, _ = self.trials.shape
         T = columns - 1
+        uniform = partial(torch.rand, generator=generator, device=self.trials.device)
 
-        def uniform(*shape):
-            return torch.rand(shape, generator=generator, device=self.trials.device)
-
-        # The square prefers recent trials: half of them are from the last quarter of the replay.
+        # The square prefers recent trials: half of the draws fall in the most recent quarter.
         age = (uniform(M, 1).square() * min(self.iterations, K)).long()
-        iteration = (self.iterations - 1 - age) % K
+        slot = (self.iterations - 1 - age) % K
         row = (uniform(M, 1) * R).long()
 
-        # A context comes from the first 1, 2, ... or E - 1 episodes, as when the agent begins the
-        # next one (as if no episode ended early).
+        # A context comes from the first 1, 2, ... or E - 1 episodes: what the agent knows when it
+        # begins the next one, if none ended early. (If E is 1, from the only one.)
         episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * episodes * T / E).long()
         t = (uniform(M, B) * T).long()
-        return tuple(self.trials[iteration, row, step] for step in (t_context, t, t + 1))
+        return tuple(self.trials[slot, row, step] for step in (t_context, t, t + 1))
 
 
 if __name__ == "__main__":

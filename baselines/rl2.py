@@ -10,9 +10,9 @@ own, hence the name.
     python -m baselines.rl2 --env halfcheetah_vel
 
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
-50 steps, each of which starts from the hidden state that was stored when the agent acted: a
-gradient step takes a tenth of the time, and a minibatch can mix many tasks. Also, a fall ends the
-trajectory of PPO (though not the memory), policy and value share one GRU, and it has 64 units.
+50 steps, each of which starts from the hidden state that was stored when the agent acted. This is
+faster, and a minibatch can mix many tasks. Also, the trajectory of PPO ends where an episode
+terminates (the memory lives on), policy and value share one GRU, and it has 64 units.
 """
 
 import math
@@ -46,7 +46,7 @@ class Config(trmrl.Config):
 
 
 def gru_inputs(buffer, row, t):
-    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are PAD at step 0."""
+    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are zero at step 0."""
     S = buffer.state.shape[-1]
     previous = buffer.token[row, (t - 1).clamp(min=0), S:]
     previous = previous * (t > 0).unsqueeze(-1)
@@ -77,7 +77,7 @@ class RL2(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """hidden[:, t] is the hidden state before step t; it is zero before step 0.
 
-        The value of the state after the last step, T, is needed, too: hence T + 2 columns.
+        The value of s_T, the state after the last step, writes hidden[:, T + 1].
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -92,13 +92,15 @@ class RL2(trmrl.Agent):
         """
         hidden = buffer.stored["hidden"]
         x = gru_inputs(buffer, row, t)
-        if t.dim() == 2:  # learning
-            return self.gru(x, hidden[row[:, 0], t[:, 0]][None])[0]
+        learning = t.dim() == 2
+        if learning:
+            output, _ = self.gru(x, hidden[row[:, 0], t[:, 0]][None])
+            return output
 
-        # Acting. The output of a GRU is its next hidden state.
-        e, _ = self.gru(x[:, None], hidden[row, t][None])
-        hidden[row, t + 1] = e[:, 0]
-        return e[:, 0]
+        # The output of a GRU is its next hidden state.
+        output, _ = self.gru(x[:, None], hidden[row, t][None])
+        hidden[row, t + 1] = output[:, 0]
+        return output[:, 0]
 
     def minibatches(self, buffer, generator):
         """Segments of all rows in random order; an incomplete last minibatch is dropped."""

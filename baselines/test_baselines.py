@@ -230,7 +230,7 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
     if agent_class is RL2:
         memory = agent.recall(buffer, row, t)
     else:
-        memory, _ = agent.vae.encode(gru_inputs(buffer, row, t))  # the beliefs
+        memory, _ = agent.vae.encode(gru_inputs(buffer, row, t), None)  # the beliefs
     memory[1, 25].sum().backward()
     gradient = buffer.token.grad
     assert (gradient[1, :25] != 0).all(), "s, a, r or eta of an earlier step is lost"
@@ -267,7 +267,7 @@ def elbo_by_brute_force(agent, buffer, noise):
     for row in range(R):
         prior = Normal(torch.zeros(n), torch.ones(n))
         for t in range(T):
-            belief, _ = agent.vae.encode(memories_by_hand(buffer, row, t))
+            belief, _ = agent.vae.encode(memories_by_hand(buffer, row, t), None)
             mean, log_var = belief[0, -1].split(n)
             q = Normal(mean, log_var.exp().sqrt())
             kls += kl_divergence(q, prior).sum()

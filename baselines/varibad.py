@@ -14,10 +14,11 @@ on its uncertainty. Its gradient stops at the belief.
 
 Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
 the decoder predicts normalised rewards, with variance 1; the weight of the KL divergence is 1; the
-encoder is also told where episodes end; a fall ends the trajectory of PPO. The paper decodes
-transitions, too, where they differ between tasks; here they differ in ML45 only, and we do not.
+encoder is also told where episodes end; the trajectory of PPO ends where an episode terminates. The
+paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, so
+we decode rewards alone.
 
-Shapes: R rows of T steps; K beliefs per row, each of which decodes J steps; Z numbers of z.
+Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z.
 """
 
 import sys
@@ -36,7 +37,7 @@ REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah an MLP tolerates a higher learning rate than the transformer. On MetaWorld a
 # trial has two episodes, so that the agent learns to carry its belief from one to the next.
-PRESETS = {env: {**preset} for env, preset in trmrl.PRESETS.items()}
+PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 for env in ("ml1", "ml45"):
     PRESETS[env] |= dict(episodes_per_trial=2)
@@ -73,10 +74,10 @@ class VAE(nn.Module):
         self.to_belief = nn.Linear(d, 2 * latent_size)
         self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
 
-    def encode(self, x, hidden=None):
-        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 Z) and the last hidden state (1, R, d)."""
-        output, last_hidden = self.gru(x, hidden)
-        return self.to_belief(output), last_hidden
+    def encode(self, x, hidden):
+        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 Z) and the next hidden state (1, R, d)."""
+        output, next_hidden = self.gru(x, hidden)
+        return self.to_belief(output), next_hidden
 
     def decode(self, z, transition):
         """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, Z)."""
@@ -101,7 +102,7 @@ class VariBAD(trmrl.Agent):
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the encoder's hidden state before step t.
+        """hidden[:, t] is the encoder's hidden state before step t, as in RL^2.
 
         belief[:, t] is what the agent acts on at step t: it knows s_t, but not yet r_t.
         """
@@ -111,13 +112,13 @@ class VariBAD(trmrl.Agent):
         buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return buffer
 
-    @torch.no_grad()
+    @torch.no_grad()  # the belief is stored without its gradient
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
-        belief, next_hidden = self.vae.encode(x[:, None], hidden[None, :, t].contiguous())
+        belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
@@ -203,11 +204,11 @@ class VariBAD(trmrl.Agent):
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
-        """For Adam: the VAE has a learning rate of its own."""
-        others, value = super().parameter_groups()
-        others["params"] = [self.log_std, *self.policy_head.parameters()]
+        """Policy, value head and VAE have learning rates of their own."""
+        policy, value = super().parameter_groups()
+        policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
-        return [others, value, vae]
+        return [policy, value, vae]
 
 
 if __name__ == "__main__":
