@@ -58,7 +58,7 @@ class Config(trmrl.Config):
 # ---- Advantages ----------------------------------------------------------------------------------
 #
 # The baseline is linear, as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016).
-# The usual code fits it to the 20 episodes of a task. Fitted to our single episode it would explain
+# The usual code fits it to the 20 episodes of a task. Fitted to our few episodes it would explain
 # the noise away, so we fit it to all tasks of the previous batch. The mean reward of a row tells it
 # the task: what a velocity is worth, say, depends on the task. This biases the gradient slightly,
 # since the mean reward depends on the actions.
