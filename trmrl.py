@@ -106,9 +106,9 @@ def setting(group, default, help, low=0, high=10**9):
 @dataclass
 class Config:
     # Not annotated, so these two are not fields. A baseline has its own presets, and it names the
-    # fields that it does not use.
+    # fields that are not flags of its command.
     presets = PRESETS
-    unused = ()
+    not_flags = ()
 
     env: str = setting("run", "halfcheetah_vel", "task family")
     seed: int = setting("run", 1, "seed of training", high=2**31 - 1)
@@ -1107,7 +1107,7 @@ class Run:
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
         trial_length = config.episodes_per_trial * self.envs.episode_length
         self.steps_per_iteration = config.num_tasks * trial_length
-        if "minibatch" not in config.unused and config.minibatch > self.steps_per_iteration:
+        if "minibatch" not in config.not_flags and config.minibatch > self.steps_per_iteration:
             raise UserError(f"--minibatch exceeds the {self.steps_per_iteration} steps of a batch")
 
         # The agent, built on the CPU: the same initial weights on every device.
@@ -1378,11 +1378,12 @@ def check_config(config):
         if f.type in (int, float) and not low <= value <= high:
             raise UserError(f"{flag(f.name)} must be between {low:,} and {high:,}, not {value}")
     for name in ("num_tasks", "minibatch"):
-        if name not in config.unused and getattr(config, name) % WORLD_SIZE:
+        if name not in config.not_flags and getattr(config, name) % WORLD_SIZE:
             raise UserError(f"{flag(name)} must be a multiple of the {WORLD_SIZE} processes")
-    if "keep_memory" not in config.unused and config.keep_memory and config.episodes_per_trial == 1:
+    one_episode = config.episodes_per_trial == 1
+    if config.keep_memory and one_episode and "keep_memory" not in config.not_flags:
         raise UserError("--keep-memory needs --episodes-per-trial 2 or more")
-    if "heads" not in config.unused and (config.d_model % config.heads or config.d_model % 2):
+    if "heads" not in config.not_flags and (config.d_model % config.heads or config.d_model % 2):
         raise UserError(f"--d-model must be even and a multiple of --heads {config.heads}")
 
 
@@ -1423,7 +1424,7 @@ def make_parser(agent_class, env):
     defaults = agent_class.Config(env=env)
     groups = {}
     for f in fields(defaults):
-        if f.name in defaults.unused:
+        if f.name in defaults.not_flags:
             continue
         title = f.metadata["group"]
         if title not in groups:
@@ -1447,7 +1448,7 @@ def parse(argv, agent_class=TrMRL):
     args = vars(args)
     if unknown:
         name = unknown[0].split("=")[0]
-        if name.replace("--no-", "--") in map(flag, agent_class.Config.unused):
+        if name.replace("--no-", "--") in map(flag, agent_class.Config.not_flags):
             raise UserError(f"{name} does not apply to {agent_class.name}")
         hint = did_you_mean(name, parser._option_string_actions)
         raise UserError(f"unknown argument {name}{hint}; see --help")

@@ -5,5 +5,5 @@ VariBAD borrows two functions from rl2.py.
 """
 
 # Settings that are not flags of a baseline: those of the transformer, which it does not have, and
-# keep_memory, which follows from the method.
-MEMORY_FIELDS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")
+# keep_memory, which follows from the method: true where a memory outlasts an episode.
+NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

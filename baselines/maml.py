@@ -12,7 +12,7 @@ outer step: the best one that changes the adapted policies by at most a given KL
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
 samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step. Here
 a trial is all there is of a task, so E - 1 episodes, by default two, must do. Also different: 64
-tanh units (the paper: 100 ReLU), advantages by GAE and standardised per task, probability ratios in
+tanh units (the paper: 100 ReLU), GAE with another baseline (see Advantages), probability ratios in
 the inner step, a larger KL bound and more damping.
 
 Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A are the sizes of a
@@ -28,15 +28,17 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
-from baselines import MEMORY_FIELDS
+from baselines import NOT_FLAGS
 from trmrl import setting
 
 RIDGE = 1e-3  # of the linear baseline
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian
-FRACTIONS = [0.8**i for i in range(15)]  # fractions of the step to try
+FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-COMMON = dict(episodes_per_trial=3, lr=0.0)  # TRPO, not Adam, changes the weights
+# TRPO, not Adam, changes the weights. A policy gradient is noisy, so it takes more steps to learn
+# and, on the half-cheetah, more exploration and a longer horizon.
+COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
 
@@ -44,8 +46,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    unused = (*MEMORY_FIELDS, "d_model")
-    unused += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
+    not_flags = (*NOT_FLAGS, "d_model")
+    not_flags += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
@@ -55,90 +57,28 @@ class Config(trmrl.Config):
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
 
 
-# ---- Advantages ----------------------------------------------------------------------------------
-#
-# The baseline is linear, as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016).
-# The usual code fits it to the 20 episodes of a task. Fitted to our few episodes it would explain
-# the noise away, so we fit it to all tasks of the previous batch. The mean reward of a row tells it
-# the task: what a velocity is worth, say, depends on the task. This biases the gradient slightly,
-# since the mean reward depends on the actions.
+# ---- Policy and agent ----------------------------------------------------------------------------
 
 
 class Steps(NamedTuple):
-    """What a policy gradient needs of the exploring or the adapted steps; vmap splits the rows."""
+    """What a policy gradient needs of the exploring or of the adapted steps of R rows.
+
+    T columns hold them all; vmap passes one row at a time, without R.
+    """
 
     state: torch.Tensor  # (R, T, S)
     action: torch.Tensor  # (R, T, A)
     log_prob: torch.Tensor  # (R, T), when the action was taken
-    advantage: torch.Tensor  # (R, T), of mean 0 and deviation 1 in each row
-    weight: torch.Tensor  # (R, T), of sum 1 in each row; 0 for steps of the other kind
-
-
-class Experience:
-    """The first T steps of some rows. The mask (R, T) selects the exploring or the adapted ones."""
-
-    def __init__(self, buffer, rows, mask):
-        T = mask.shape[1]
-        self.mask = mask
-        self.state = buffer.state[rows, :T]
-        self.action = buffer.action[rows, :T]
-        self.log_prob = buffer.log_prob[rows, :T]
-        self.reward = buffer.reward[rows, :T]
-        self.terminated = buffer.terminated[rows, :T]
-        self.done = buffer.eta[rows, :T] > 0
-        self.done[:, -1] = True  # the row may end within an episode
-        self.count = mask.sum(dim=1, keepdim=True)
-        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # (R, 1)
-
-    def features(self):
-        """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
-        step = torch.arange(self.done.shape[1], device=self.done.device)
-        began = (self.done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
-        began[:, 0] = 0
-        time = (step - began)[..., None] / 100
-
-        of_task = self.mean_reward[..., None] * self.state
-        of_time = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, of_task, *of_time], dim=-1)
-
-    def advantages(self, beta, gamma, lam):
-        """GAE with the baseline whose weights are beta (D,): (R, T)."""
-        value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit the last one stands in.
-        next_value = torch.where(self.done, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(self.terminated, 0.0)
-        return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
-
-    def fit_baseline(self, gamma):
-        """beta (D,) by ridge regression over the selected steps of all rows."""
-        X = self.features()[self.mask]
-        M, D = X.shape
-        # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma).
-        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
-        return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
-
-    def selected_steps(self, beta, config):
-        """The selected Steps, with advantages standardised in each row."""
-        weight = self.mask / self.count
-        advantage = self.advantages(beta, config.gamma, config.gae_lambda)
-        advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
-        variance = (weight * advantage**2).sum(dim=1, keepdim=True)
-        advantage = advantage / (variance.sqrt() + 1e-8)
-
-        steps = Steps(self.state, self.action, self.log_prob, advantage, weight)
-        needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Steps(*(x[:, needed] for x in steps))
-
-
-# ---- Policies ------------------------------------------------------------------------------------
+    advantage: torch.Tensor  # (R, T), see Phase; mean 0 and standard deviation 1 in each row
+    weight: torch.Tensor  # (R, T), sum 1 in each row; 0 where a step is of the other kind
 
 
 def surrogate(mean, log_std, steps):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old its gradient is that of A(s, a) log pi(a | s). The second derivatives of the
-    latter would be wrong, those of the ratio are nearly right (Rothfuss et al. 2019).
+    At pi = pi_old, A(s, a) log pi(a | s) has the same gradient. But the outer step differentiates
+    this gradient once more, and log pi ignores that the weights also decide which actions are
+    sampled; the ratio keeps most of that (Rothfuss et al. 2019).
     """
     ratio = (trmrl.gaussian_log_prob(mean, log_std, steps.action) - steps.log_prob).exp()
     return (steps.weight * steps.advantage * ratio).sum()
@@ -146,8 +86,8 @@ def surrogate(mean, log_std, steps):
 
 def divergence(mean, log_std, new_mean, new_log_std, steps):
     """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
-    square = (2 * log_std).exp() + (mean - new_mean) ** 2
-    kl = new_log_std - log_std + 0.5 * square / (2 * new_log_std).exp() - 0.5
+    second_moment = (2 * log_std).exp() + (mean - new_mean) ** 2
+    kl = new_log_std - log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
     return (steps.weight * kl.sum(dim=-1)).sum()
 
 
@@ -174,8 +114,9 @@ class MAML(trmrl.Agent):
 
     def policy_of(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
+        # parameters() yields log_std first, then those of the policy head.
         log_std, *parts = weights.split([p.numel() for p in self.parameters()])
-        named = zip(self.policy_head.named_parameters(), parts)  # for names and shapes
+        named = zip(self.policy_head.named_parameters(), parts)
         head = {name: part.view_as(p) for (name, p), part in named}
         return functional_call(self.policy_head, head, (state,)), log_std
 
@@ -194,19 +135,20 @@ class MAML(trmrl.Agent):
 
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'; the value is 0: MAML has no value function."""
-        explorations = self.config.episodes_per_trial - 1
+        exploring_episodes = self.config.episodes_per_trial - 1
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration has just ended; there are none at t = 0.
-        rows = (episode == explorations) & (buffer.eta[:, t - 1] > 0)
+        # The inner step of the rows whose exploration has just ended (at t = 0, no episode has).
+        # torch.func.grad works although the caller has switched gradients off.
+        rows = (episode == exploring_episodes) & (buffer.eta[:, t - 1] > 0)
         if rows.any():
-            exploring = Experience(buffer, rows, mask=torch.ones_like(done[rows]))
-            inner = exploring.selected_steps(self.betas[0], self.config)
+            exploring = Phase(buffer, rows, mask=torch.ones_like(done[rows]))
+            inner = exploring.steps(self.betas[0], self.config)
             buffer.stored["weights"][rows] = self.adapt(self.theta, inner)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
-        noisy = (episode < explorations) | sample
+        noisy = (episode < exploring_episodes) | sample
         action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
@@ -216,24 +158,26 @@ class MAML(trmrl.Agent):
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < config.episodes_per_trial - 1
-        exploring = Experience(buffer, slice(None), mask=explores)  # all rows
-        adapted = Experience(buffer, slice(None), mask=~explores)
-        inner = exploring.selected_steps(self.betas[0], config)
-        outer = adapted.selected_steps(self.betas[1], config)
+        exploring = Phase(buffer, slice(None), mask=explores)  # all rows
+        adapted = Phase(buffer, slice(None), mask=~explores)
+        inner = exploring.steps(self.betas[0], config)
+        outer = adapted.steps(self.betas[1], config)
 
-        def policies(theta):
-            """Mean (R, T, A) and log_std (R, A) of the adapted policies."""
+        # The inner step of `act` once more, but as a function of theta: the outer gradient passes
+        # through it. At the present theta it gives the policies that acted.
+        def adapted_policies(theta):
+            """Mean (R, T, A) and log_std (R, A)."""
             return vmap(self.policy_of)(self.adapt(theta, inner), outer.state)
 
-        old = policies(self.theta)
+        old = adapted_policies(self.theta)
 
         def objective(theta):
             """The surrogate of what the adapted policies earn, averaged over tasks."""
-            return vmap(surrogate)(*policies(theta), outer).mean()
+            return vmap(surrogate)(*adapted_policies(theta), outer).mean()
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(divergence)(*old, *policies(theta), outer).mean()
+            return vmap(divergence)(*old, *adapted_policies(theta), outer).mean()
 
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
@@ -262,15 +206,15 @@ def conjugate_gradients(product, b):
     """Solve H x = b for x, where product(v) is H v."""
     x = torch.zeros_like(b)
     residual = direction = b
-    square = residual.dot(residual)
+    residual_square = residual.dot(residual)
     for _ in range(CG_ITERATIONS):
         H_direction = product(direction)
-        size = square / (direction.dot(H_direction) + 1e-20)
+        size = residual_square / (direction.dot(H_direction) + 1e-20)
         x = x + size * direction
         residual = residual - size * H_direction
-        old_square = square
-        square = residual.dot(residual)
-        direction = residual + square / (old_square + 1e-20) * direction
+        old_square = residual_square
+        residual_square = residual.dot(residual)
+        direction = residual + residual_square / (old_square + 1e-20) * direction
     return x
 
 
@@ -297,6 +241,75 @@ def trpo_step(objective, kl, theta, max_kl):
         if gain > 0 and distance <= max_kl:
             return candidate, {"gain": gain, "kl": distance, "step_fraction": fraction}
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
+
+
+# ---- Advantages ----------------------------------------------------------------------------------
+#
+# Details, which you can skip at first. The baseline is linear, as in "Benchmarking Deep RL for
+# Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
+# Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
+# batch. The mean reward of the row tells it the task: what a velocity is worth, say, depends on
+# the task. This biases the gradient slightly, since the mean reward depends on the actions.
+
+
+class Phase:
+    """The exploring or the adapted part of some rows: the steps where the mask (R, T) is true."""
+
+    def __init__(self, buffer, rows, mask):
+        T = mask.shape[1]
+        self.mask = mask
+        self.state = buffer.state[rows, :T]
+        self.action = buffer.action[rows, :T]
+        self.log_prob = buffer.log_prob[rows, :T]
+        self.reward = buffer.reward[rows, :T]
+        self.terminated = buffer.terminated[rows, :T]
+        self.done = buffer.eta[rows, :T] > 0
+        self.done[:, -1] = True  # the row may end within an episode
+        self.count = mask.sum(dim=1, keepdim=True)
+        # Of the selected steps, (R, 1).
+        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
+
+    def features(self):
+        """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
+        # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
+        step = torch.arange(self.done.shape[1], device=self.done.device)
+        began = (self.done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
+        began[:, 0] = 0
+        time = (step - began)[..., None] / 100
+
+        of_task = self.mean_reward[..., None] * self.state
+        of_time = [time, time**2, time**3, torch.ones_like(time)]
+        return torch.cat([self.state, self.state**2, of_task, *of_time], dim=-1)
+
+    def advantages(self, beta, gamma, lam):
+        """GAE with the baseline whose weights are beta (D,): (R, T)."""
+        # The value of earning the mean reward forever, and a linear correction.
+        value = self.mean_reward / (1 - gamma) + self.features() @ beta
+        # Where an episode terminates, the next value is 0. At a time limit it is V(s_t) again.
+        next_value = torch.where(self.done, value, value.roll(-1, dims=1))
+        next_value = next_value.masked_fill(self.terminated, 0.0)
+        return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
+
+    def fit_baseline(self, gamma):
+        """beta (D,) by ridge regression over the selected steps of all rows."""
+        X = self.features()[self.mask]
+        M, D = X.shape
+        # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma);
+        # after a time limit, the mean reward is earned forever.
+        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
+        return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
+
+    def steps(self, beta, config):
+        """The selected Steps, with advantages standardised over those of each row."""
+        weight = self.mask / self.count
+        advantage = self.advantages(beta, config.gamma, config.gae_lambda)
+        advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
+        variance = (weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
+        steps = Steps(self.state, self.action, self.log_prob, advantage, weight)
+        needed = self.mask.any(dim=0)  # columns that no row needs are left out
+        return Steps(*(x[:, needed] for x in steps))
 
 
 if __name__ == "__main__":

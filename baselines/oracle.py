@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import trmrl
-from baselines import MEMORY_FIELDS
+from baselines import NOT_FLAGS
 
 # On the half-cheetah an MLP tolerates a higher learning rate than the transformer.
 CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
@@ -24,13 +24,13 @@ CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
 @dataclass
 class Config(trmrl.Config):
     presets = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
-    unused = (*MEMORY_FIELDS, "d_model")
+    not_flags = (*NOT_FLAGS, "d_model")
 
 
 class Oracle(trmrl.Agent):
-    """An agent whose memory is the state and the task.
+    """An agent that acts on the state and the task.
 
-    To use it in a Player, set `player.buffer.task` first.
+    To use it in a Player, set `player.buffer.task`, a tensor (R, k), first.
     """
 
     name = "oracle"

@@ -42,9 +42,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import trmrl
-from baselines import MEMORY_FIELDS
+from baselines import NOT_FLAGS
 from trmrl import setting
 
+# Off-policy learning needs fewer environment steps, but more gradient steps.
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
@@ -55,7 +56,7 @@ PRESETS["ml45"] |= dict(num_tasks=45)
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    unused = (*MEMORY_FIELDS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
+    not_flags = (*NOT_FLAGS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
 
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
     latent_size: int = setting("agent", 5, "size of z", low=1)
@@ -71,7 +72,7 @@ class Config(trmrl.Config):
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
-    final_lr: float = setting("SAC", 0.05, "lr falls linearly to this fraction", high=1)
+    final_lr: float = setting("SAC", 0.05, "lr falls linearly towards this fraction", high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
 
 
@@ -79,6 +80,7 @@ class Config(trmrl.Config):
 
 
 def network(inputs, hidden, outputs):
+    """Two hidden layers with ReLU."""
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
@@ -111,12 +113,12 @@ class PEARL(trmrl.Agent):
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
-        # Saved in the checkpoint; the replay itself is not.
+        # How many iterations the replay's file holds; the checkpoint has only this number.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # eps of PPO: 1e-5
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
@@ -144,7 +146,7 @@ class PEARL(trmrl.Agent):
         log_std = log_std.clamp(-5.0, 2.0)  # the usual bounds of SAC
         u = mean + log_std.exp() * noise
         # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
-        # 4 / (e^u + e^-u)^2, whose logarithm stays finite.
+        # 4 / (e^u + e^-u)^2, whose logarithm stays finite: log(e^u + e^-u) = u + softplus(-2 u).
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -183,6 +185,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
+        # The statistics come first, unlike in PPO: the replay holds raw observations, and SAC does
+        # not compare with what was computed when the agent acted.
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
@@ -200,7 +204,11 @@ class PEARL(trmrl.Agent):
         return dict(zip(metrics, means)) | {"updates": config.updates}
 
     def loss(self, context, batch, next_batch, generator):
-        """The loss of everything that is learned, and metrics (Algorithm 1 of the paper)."""
+        """The loss of everything that is learned, and metrics (Algorithm 1 of the paper).
+
+        Arguments are steps of the replay, see unpack: context (M, C, ...), batch and, one step
+        later, next_batch (M, B, ...).
+        """
         state, action, reward, terminated, timed_out = self.unpack(batch)
         next_state, *_ = self.unpack(next_batch)
 
@@ -215,7 +223,8 @@ class PEARL(trmrl.Agent):
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
 
-        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z).
+        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
+        # alone if s' is terminal.
         with torch.no_grad():
             next_action, log_prob = self.pi(next_state, z, noise_like(action, generator))
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
@@ -226,8 +235,8 @@ class PEARL(trmrl.Agent):
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
-        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). Only the policy does:
-        # here no gradient will reach the critics' weights or, by way of z, the encoder.
+        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
+        # policy alone: z is detached, and the critics are frozen while the graph is built.
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))
@@ -249,6 +258,7 @@ class PEARL(trmrl.Agent):
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)
             capacity = math.ceil(size / buffer.reward.numel())
+            # "a": append, wherever it was read. An agent outside a run has no folder.
             file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
             iterations = int(self.replay_iterations)
             self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
@@ -286,7 +296,7 @@ class Replay:
         file.truncate(iterations * bytes_per_iteration)
         for i in range(max(0, iterations - capacity), iterations):
             file.seek(i * bytes_per_iteration)
-            content = bytearray(file.read(bytes_per_iteration))
+            content = bytearray(file.read(bytes_per_iteration))  # PyTorch wants it writable
             self.trials[i % capacity] = torch.frombuffer(content, dtype=torch.float).view(shape)
 
     def append(self, trials):

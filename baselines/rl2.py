@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import trmrl
-from baselines import MEMORY_FIELDS
+from baselines import NOT_FLAGS
 from trmrl import setting
 
 SEGMENT = 50  # the most steps through which a gradient flows back
@@ -38,7 +38,7 @@ for env in ("ml1", "ml45"):
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    unused = MEMORY_FIELDS
+    not_flags = NOT_FLAGS
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
@@ -46,9 +46,9 @@ class Config(trmrl.Config):
 
 
 def gru_inputs(buffer, row, t):
-    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are zero at step 0."""
+    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are zero at t = 0."""
     S = buffer.state.shape[-1]
-    previous = buffer.token[row, (t - 1).clamp(min=0), S:]
+    previous = buffer.token[row, (t - 1).clamp(min=0), S:]  # a token is (s, a, r, eta)
     previous = previous * (t > 0).unsqueeze(-1)
     return torch.cat([buffer.state[row, t], previous], dim=-1)
 
@@ -77,7 +77,7 @@ class RL2(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """hidden[:, t] is the hidden state before step t; it is zero before step 0.
 
-        The value of s_T, the state after the last step, writes hidden[:, T + 1].
+        There are T + 2 columns: to value s_T, the state after the last step, is to step once more.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -87,8 +87,8 @@ class RL2(trmrl.Agent):
     def recall(self, buffer, row, t):
         """The output of the GRU at steps t; when acting, it is stored, too.
 
-        When acting, row and t are (R,): one step of every row. When learning they are (segments,
-        length): consecutive steps.
+        Agent.act passes row and t of shape (R,): one step of every row. PPO passes those of
+        `minibatches`, (segments, length): consecutive steps.
         """
         hidden = buffer.stored["hidden"]
         x = gru_inputs(buffer, row, t)
@@ -106,7 +106,7 @@ class RL2(trmrl.Agent):
         """Segments of all rows in random order; an incomplete last minibatch is dropped."""
         R, T = buffer.value.shape
         per_row, length = segments(T)
-        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments
+        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments at a time
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

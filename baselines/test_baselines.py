@@ -969,7 +969,7 @@ def test_two_processes_keep_the_same_weights_or_are_refused(tmp_path):
 
 @for_each(*AGENTS)
 def test_a_flag_without_a_meaning_is_refused(agent_class, capsys):
-    unused = agent_class.Config.unused
+    unused = agent_class.Config.not_flags
     assert {"memory_length", "layers", "heads", "tfixup", "keep_memory"} <= set(unused)
     for name in unused:
         assert main(agent_class, trmrl.flag(name), 1) == 2

@@ -18,7 +18,8 @@ encoder is also told where episodes end; the trajectory of PPO ends where an epi
 paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, so
 we decode rewards alone.
 
-Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z.
+Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z (m
+in the paper). tau_{:t} is what the agent knows when it acts at step t: s_t, but not a_t and r_t.
 """
 
 import sys
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 import trmrl
-from baselines import MEMORY_FIELDS
+from baselines import NOT_FLAGS
 from baselines.rl2 import gru_inputs, segments
 from trmrl import setting
 
@@ -46,13 +47,16 @@ for env in ("ml1", "ml45"):
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    unused = MEMORY_FIELDS
+    not_flags = NOT_FLAGS
 
+    # max_grad_norm applies to the VAE, too.
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
     latent_size: int = setting("VAE", 5, "size of z", low=1)
-    vae_lr: float = setting("VAE", 1e-3, "learning rate of Adam", high=1)
+    vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
     vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
+    lr: float = setting("PPO", None, "learning rate of the policy", high=1)
+    final_lr: float = setting("PPO", 0.05, "all rates fall linearly towards this fraction", high=1)
 
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
@@ -75,12 +79,12 @@ class VAE(nn.Module):
         self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden):
-        """Inputs (R, T, S + A + 2) -> beliefs (R, T, 2 Z) and the next hidden state (1, R, d)."""
+        """Inputs (rows, steps, S + A + 2) -> beliefs (rows, steps, 2 Z), hidden (1, rows, d)."""
         output, next_hidden = self.gru(x, hidden)
         return self.to_belief(output), next_hidden
 
     def decode(self, z, transition):
-        """Mean rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, Z)."""
+        """Predicted rewards (R, K, J) of transitions (R, J, S + A + S), for each z (R, K, Z)."""
         R, K, _ = z.shape
         J = transition.shape[1]
         z = z[:, :, None].expand(R, K, J, -1)
@@ -112,7 +116,7 @@ class VariBAD(trmrl.Agent):
         buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return buffer
 
-    @torch.no_grad()  # the belief is stored without its gradient
+    @torch.no_grad()  # whoever calls it, the belief is stored without its gradient
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it."""
         hidden = buffer.stored["hidden"]
@@ -131,7 +135,7 @@ class VariBAD(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(buffer, optimizer, generator)
-        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
+        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
 
         R = len(buffer.reward)
         per_row, length = segments(buffer.reward.shape[1])
@@ -155,10 +159,10 @@ class VariBAD(trmrl.Agent):
         return metrics
 
     def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
-        """The two terms of -ELBO, each divided by R T T, the rewards in the full sum.
+        """The two terms of -ELBO, each divided by R T T, the number of rewards in the full sum.
 
-        ELBO = sum_t E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
-               - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ),  and q(z | tau_{:-1}) = N(0, I)
+        ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
+                       - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
 
         t and i run over the T steps of a row. The outer sum is estimated by t in belief_steps (K,),
         the inner one by i in reward_steps (J,), the expectation by one z per t, from its noise (R,
@@ -191,7 +195,8 @@ class VariBAD(trmrl.Agent):
         """The beliefs of all steps, (R, T, 2 Z); T is without the remainder of the row.
 
         As in RL^2 the gradient flows back through segments, from the stored hidden states. These
-        are of the encoder that acted, so beliefs do not quite join between segments.
+        come from the encoder that acted, not from the present one, so the first belief of a segment
+        does not quite follow from the last one of the segment before.
         """
         R = len(buffer.reward)
         per_row, length = segments(buffer.reward.shape[1])
@@ -207,7 +212,7 @@ class VariBAD(trmrl.Agent):
         """Policy, value head and VAE have learning rates of their own."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
-        vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
+        vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)  # PPO: 1e-5
         return [policy, value, vae]
 
 

@@ -53,7 +53,7 @@ class Run:
         saved = json.loads((self.folder / "config.json").read_text())
         Config = self.agent_class.Config
         wanted = asdict(Config(**trmrl.parse(self.flags.split(), self.agent_class)))
-        ignored = {"device", "threads", "run_dir", *Config.unused}
+        ignored = {"device", "threads", "run_dir", *Config.not_flags}
         same = all(saved.get(name) == wanted[name] for name in wanted.keys() - ignored)
         if not same or saved.keys() != {"agent", *wanted}:
             return "outdated"
