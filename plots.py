@@ -32,7 +32,7 @@ import mujoco
 import numpy as np
 import torch
 from matplotlib.mlab import GaussianKDE
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, PercentFormatter
 
 import trmrl
 
@@ -67,7 +67,7 @@ AGENTS = {  # label, colour, line, marker
     "trmrl": ("TrMRL", BLUE, "-", "o"),
     "rl2": ("RL²", "#e08214", "--", "s"),
     "varibad": ("VariBAD", "#2c8c5a", "-.", "D"),
-    "pearl": ("PEARL", "#c07fd8", (0, (1, 1)), "v"),
+    "pearl": ("PEARL", "#8e44ad", (0, (1, 1)), "v"),
     "maml": ("MAML", "#8c6d1f", (0, (5, 1, 1, 1, 1, 1)), "P"),
     "oracle": ("oracle", "#333333", ":", "^"),
     "yours": ("your run", RED, "-", "*"),
@@ -224,13 +224,12 @@ LABELLED = dict(AGENTS)
 for agent, episode in SHOWN_EPISODE.items():
     LABELLED[agent] = f"{AGENTS[agent][0]}, episode {episode}", *AGENTS[agent][1:]
 
-# Returns worth knowing: {return: (its meaning, which side of the words is on the line)}.
+# Returns of simple policies. No adaptation: the best that one policy scores in all tasks.
 REFERENCES = {
-    "halfcheetah_vel": {-150: ("no adaptation", "bottom"), -300: ("standing still", "top")},
-    "ant_dir": {200: ("standing still", "bottom")},
-    "ood": {-700: ("standing still", "top")},
+    "halfcheetah_vel": {-150: "no\nadaptation", -300: "standing\nstill"},
+    "ant_dir": {200: "standing\nstill"},
+    "ood": {-700: "standing\nstill"},
 }
-CROWDED = "halfcheetah_vel"  # its best agents differ so little that they get a close-up
 
 
 def means(run, by, **wanted):
@@ -253,29 +252,29 @@ def episode_curve(run, split="test"):
     return curve if len(curve) > 2 else {}
 
 
-def draw_curve(ax, curves, label, color, linestyle, marker, unit=1, lines=False):
-    """The mean of the curves of several seeds, over their range or over thin lines of each."""
+def draw_curve(ax, curves, label, color, linestyle, marker, unit=1):
+    """The mean of the curves of several seeds, over their range."""
     steps = sorted(set.intersection(*map(set, curves)))
     seeds = np.array([[curve[step] for step in steps] for curve in curves])
     x = np.array(steps) / unit
     several = len(seeds) > 1
-    every = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
-    look = dict(linestyle=linestyle, linewidth=1 + several, marker=marker, markevery=every)
-    ax.plot(x, seeds.mean(axis=0), label=label, color=color, zorder=3, **look)
-    if lines:
-        ax.plot(x, seeds.T, color=color, linewidth=0.6, alpha=0.6)
-    elif several:
+    look = dict(color=color, linestyle=linestyle, linewidth=2 if several else 1.4, zorder=3)
+    look["markevery"] = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
+    look["markerfacecolor"] = "white" if linestyle == "--" else color
+    ax.plot(x, seeds.mean(axis=0), label=label, marker=marker, **look)
+    if several:
         ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), color=color, alpha=0.15, lw=0)
 
 
-def meta_training(ax, curves, looks, lines=False):
+def meta_training(ax, curves, looks):
     """Fig. 4, 10 to 13: {key of looks: [{step: value} of each seed]}."""
     for key, seeds in curves.items():
-        draw_curve(ax, seeds, *looks[key], unit=1e6, lines=lines)
+        draw_curve(ax, seeds, *looks[key], unit=1e6)
     ax.set_xlabel("million steps")
     last = [max(curve) for key, seeds in curves.items() for curve in seeds if key != "yours"]
     if last and max(last) > 4 * min(last):
-        ax.set_xscale("log")
+        ax.set_xscale("log", subs=[])
+        ax.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5]))
     else:
         ax.set_xlim(left=0)
     ax.xaxis.set_major_formatter("{x:g}")
@@ -290,69 +289,49 @@ def adaptation(ax, curves, looks):
     ax.margins(y=0.12)
 
 
+def log_axis(ax):
+    """Logarithmic in minus the return: -20 and -30 are as far apart as -200 and -300."""
+
+    def forward(y):
+        return -np.log(np.maximum(-y, 1))  # a return above -1 is drawn at -1
+
+    def inverse(z):
+        return -np.exp(-z)
+
+    ax.set_yscale("function", functions=(forward, inverse))
+    ticks = -np.outer(10.0 ** np.arange(5), [1, 2, 3, 5])
+    ax.yaxis.set_major_locator(FixedLocator(ticks.ravel()))
+    ax.set_ylabel("return (log scale)")
+
+
 def draw_references(ax, references):
-    """Lines at returns worth knowing. A collapse far below them must not squeeze all curves."""
+    """Lines at returns of simple policies, named on the right, where no curve runs."""
     highest = ax.dataLim.y1
-    for y, (words, side) in references.items():
+    for y, words in references.items():
         ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-        look = dict(color=GREY, fontsize=8, ha="right", va=side, zorder=2)
-        ax.text(1, y, words, transform=ax.get_yaxis_transform(), **look)
+        look = dict(color=GREY, fontsize=8, va="center", transform=ax.get_yaxis_transform())
+        ax.text(1.01, y, words, **look)
+    # A collapse far below them must not squeeze all curves.
     lowest = min(references, default=0)
     if lowest < 0 and highest > 1.1 * lowest:
-        ax.set_ylim(1.15 * lowest, max(ax.get_ylim()[1], 0.85 * lowest))
+        ax.set_ylim(bottom=1.15 * lowest)
 
 
-def best_range(curves):
-    """Limits that suit the curves that end in the top quarter, from half of the steps on."""
-    every = [curve for seeds in curves.values() for curve in seeds]
-    values = [y for curve in every for y in curve.values()]
-    border = 0.75 * max(values) + 0.25 * min(values)
-    best = [curve for curve in every if curve[max(curve)] > border]
-    half = max(map(max, every)) / 2
-    late = [y for curve in best for x, y in curve.items() if x >= half]
-    if len(best) > 1:
-        margin = 0.1 * (max(late) - min(late))
-        return min(late) - margin, max(late) + margin
-
-
-def close_up(ax, whole, curves, looks, plot):
-    """The best curves, enlarged; a box in the whole panel shows where they are."""
-    plot(ax, curves, looks)
-    low, high = best_range(curves)
-    left = 0.9 * min(x for line in ax.lines for x, y in line.get_xydata() if y >= low)
-    ax.set(xlim=(left, None), ylim=(low, high))
-    view = ax.viewLim
-    whole.add_patch(plt.Rectangle(view.p0, *view.size, fill=False, edgecolor=GREY, zorder=4))
-    title(ax, "close-up", f"the box in {ENVS[CROWDED]}")
-
-
-def end_scores(ax, whole, curves, looks, plot):
-    """What the seeds of an ablation reach: "layers: 2, T-Fixup: off" is at the tick "2 off"."""
-    ticks = []
-    for place, (key, seeds) in enumerate(curves.items()):
-        label, color, line, marker = looks[key]
-        last = [curve[max(curve)] for curve in seeds]
-        ax.plot([place] * len(last), last, marker, color=color)
-        ax.hlines(np.mean(last), place - 0.4, place + 0.4, color, line, linewidth=2)
-        ticks.append("\n".join(re.findall(r": (\w+)", label)))
-    ax.set_xticks(range(len(ticks)), ticks)
-    ax.set_xlabel(", ".join(re.findall(r"(\w[^,]*):", label)))
-    title(ax, f"end of {ENVS[CROWDED]}", "a point per seed, line: mean")
-
-
-def env_panels(envs, detail):
-    """A figure and {env or "detail": its axes}: arms below the others if there are many."""
+def env_panels(envs):
+    """A figure and {env: its axes}: arms below the others if there are many."""
     envs = sorted(envs, key=[*ENVS, *envs].index)
     arms = [env for env in envs if is_arm(env)]
     others = [env for env in envs if not is_arm(env)]
-    if detail:
-        others.insert(1, "detail")
-    rows = [others, arms] if len(others + arms) > 3 else [others + arms]
-    cells = [np.repeat(row, 60 // len(row)) for row in rows if row]  # 2 and 3 panels: aaabbb ccddee
-    return plt.subplot_mosaic(cells, figsize=(WIDTH, 2.4 * len(cells) + 0.5))
+    rows = [others, arms] if others and arms and len(envs) > 2 else [envs]
+    figure = plt.figure(figsize=(WIDTH, 2.4 * len(rows) + 0.5))
+    axes = {}
+    for part, row in zip(figure.subfigures(len(rows), squeeze=False).flat, rows):
+        panels = part.subplots(1, len(row), squeeze=False)
+        axes |= zip(row, panels.flat)
+    return figure, axes
 
 
-def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS, detail=close_up):
+def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS):
     """A panel per env, a curve per agent or other key: what `read` finds in the runs, if any."""
     if key is None:
         key = attrgetter("agent")
@@ -360,41 +339,40 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS,
     groups = group_runs([run for run in runs if read(run)], key, options)
     if not groups:
         return "needs a finished run: python trmrl.py --env halfcheetah_vel"
-    curves = {}
-    for env, each in groups.items():
+
+    figure, axes = env_panels(groups)
+    for env, ax in axes.items():
+        each = groups[env]
         for other in each.keys() - looks.keys():  # an agent of your own
             looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
-        curves[env] = {k: [read(run) for run in each[k]] for k in looks if k in each}
-    crowded = CROWDED in curves and best_range(curves[CROWDED])
-
-    figure, axes = env_panels(groups, detail=crowded)
-    if crowded:
-        detail(axes.pop("detail"), axes[CROWDED], curves[CROWDED], looks, plot)
-    labels = {"return": "return" + which, "success": "success rate" + which}
-    for env, ax in axes.items():
-        plot(ax, curves[env], looks)
-        draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
-        title(ax, ENVS.get(env, env), panel_note(env, groups[env]))
-        value = next(iter(groups[env].values()))[0].value
-        if value == "success":
-            ax.set_ylim(-0.03, max(0.5, ax.dataLim.y1 + 0.05))
+        if env == "halfcheetah_vel":  # its best agents differ by a few of 300 points
+            log_axis(ax)
+        plot(ax, {k: [read(run) for run in each[k]] for k in looks if k in each}, looks)
+        if next(iter(each.values()))[0].value == "success":
+            ax.set(ylabel="success rate", ylim=(-0.03, max(0.5, ax.dataLim.y1 + 0.05)))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.set_ylabel(labels.pop(value, ""))  # the first of several panels is enough
+        else:
+            ax.set_ylabel(ax.get_ylabel() or "return")
+        draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
+        title(ax, ENVS.get(env, env) + which, panel_note(env, each))
     sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
     save(figure, name, options, sources)
 
 
 def panel_note(env, groups):
     """How many seeds the curves have, and whether an arm was tested with mean actions."""
-    counts = {len(seeds) for key, seeds in groups.items() if key != "yours"}
-    several = [str(n) for n in sorted(counts) if n > 1]
-    notes = [f"n = {' to '.join(several)} seeds"] if several else []
-    if 1 in counts:
-        notes.append("thin: n = 1" if several else "n = 1 seed")
+    counts = {key: len(seeds) for key, seeds in groups.items() if key != "yours"}
+    most = max(counts.values(), default=1)
+    note = plural(most, "seed")
+    if most > 1 and not is_arm(env):  # panels of arms are narrow
+        note = f"mean and range of {note}"
+    fewer = [f"{AGENTS.get(k, [str(k)])[0]}: {n}" for k, n in counts.items() if n < most]
+    if fewer:
+        note += f" ({', '.join(fewer)})"
     actions = [run.tests[0]["actions"] for seeds in groups.values() for run in seeds]
     if is_arm(env) and "mean" in actions:
-        notes.append("mean actions")
-    return ", ".join(notes)
+        note += ", mean actions"
+    return note
 
 
 # An ablation: its settings, and the values of them that we compare.
@@ -450,8 +428,8 @@ def draw_ablation(which, runs, options):
     variants = [env for env, _ in {(run.env, key(run)) for run in ours}]
     ours = [run for run in ours if variants.count(run.env) > 1]
     if ours:
-        how = learning_curve, partial(meta_training, lines=True), ", episode 1", key
-        draw_runs(f"ablation_{which}", ours, options, *how, ablation_looks(which, keys), end_scores)
+        how = dict(read=learning_curve, plot=meta_training, key=key)
+        draw_runs(f"ablation_{which}", ours, options, **how, looks=ablation_looks(which, keys))
 
     missing = [k for k in wanted if k not in keys]
     if missing:
@@ -897,7 +875,7 @@ def write_gif(path, pictures):
 def draw_film(runs, options):
     """A film for --env or, without it, for each env that has a trained agent."""
     filmed = {run.env for run in runs if run.env.startswith((*FILMS, "ml1_"))}
-    for env in [options.env] if options.env else sorted(filmed) or [CROWDED]:
+    for env in [options.env] if options.env else sorted(filmed) or ["halfcheetah_vel"]:
         agents, missing = find_agents(runs, env=env)
         if missing:
             print(f"film: {missing}")
@@ -1191,8 +1169,8 @@ def write_tables(runs, options):
 
 # ---- 8. Command line -----------------------------------------------------------------------------
 
-FIG_4 = dict(read=learning_curve, plot=meta_training, which=", episode 1", looks=LABELLED)
-FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=" at 3 to 4 m/s")
+FIG_4 = dict(read=learning_curve, plot=meta_training, looks=LABELLED)
+FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=", 3 to 4 m/s")
 FIGURES = {
     "meta_training": partial(draw_runs, "meta_training", **FIG_4),
     "fast_adaptation": partial(draw_runs, "fast_adaptation", read=episode_curve, plot=adaptation),

@@ -1779,12 +1779,12 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     mean = [(100, "test", i, 1, 900.0, 0, "mean") for i in range(4)]
     run = plots.read_run(pretend(tmp_path / "new", mean + sampled, env="ml1_reach"))
     assert plots.learning_curve(run) == {100: 0.5}
-    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "n = 1 seed"
+    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "1 seed"
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
     both = {"trmrl": [old, old], "rl2": [old], "yours": [run]}
-    note = "n = 2 seeds, thin: n = 1, mean actions"
-    assert plots.panel_note("ml1_reach", both) == note
+    assert plots.panel_note("ml1_reach", both) == "2 seeds (RL²: 1), mean actions"
+    assert plots.panel_note("ant_dir", both) == "mean and range of 2 seeds (RL²: 1)"
 
 
 def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
@@ -1824,8 +1824,6 @@ def test_a_curve_shows_the_mean_of_the_seeds_and_their_range():
     plots.draw_curve(ax, seeds[:1], "oracle", "grey", ":", "^")  # n = 1: thinner, without a range
     assert len(ax.collections) == 1
     assert ax.lines[1].get_linewidth() < ax.lines[0].get_linewidth()
-    plots.draw_curve(ax, seeds, "", "red", "-", "", lines=True)  # each seed behind the mean
-    assert len(ax.lines) == 2 + 4 and len(ax.collections) == 1
 
 
 @pytest.mark.parametrize("value, place", [(-60, "behind"), (-40, "on track"), (-20, "ahead")])
@@ -1839,52 +1837,48 @@ def test_a_run_is_compared_with_ours_at_the_same_step(tmp_path, capsys, value, p
     assert verdict == f"after 0.00 M steps: return {value}, ours -44.4 to -34.4: {place}"
 
 
-def test_a_close_up_shows_the_best_curves_and_only_if_there_are_several():
-    best = [{0: -300, 50: -40, 100: -20}, {0: -300, 50: -50, 100: -30}]
-    curves = {"trmrl": best, "rl2": [{0: -300, 100: -200}]}
-    assert plots.best_range(curves) == pytest.approx((-53, -17))  # -50 to -20, and a margin
-    assert plots.best_range({"trmrl": best[:1], "rl2": curves["rl2"]}) is None
+def test_panels_fill_their_rows_and_arms_are_below():
+    names = ["ml1_reach", "halfcheetah_vel", "ml1_push", "ant_dir", "ml45_train"]
+    figure, axes = plots.env_panels(names)
+    assert list(axes) == ["halfcheetah_vel", "ant_dir", "ml1_reach", "ml1_push", "ml45_train"]
+    assert [len(row.axes) for row in figure.subfigs] == [2, 3]
+    assert [len(plots.env_panels(names[:n])[0].subfigs) for n in (1, 2, 3)] == [1, 1, 2]
 
-    _, (whole, ax) = plots.plt.subplots(1, 2)
-    plots.close_up(ax, whole, curves, plots.AGENTS, plots.adaptation)
-    assert ax.get_xlim()[0] == 45 and ax.get_ylim() == pytest.approx((-53, -17))
-    corners = np.transpose([ax.get_xlim(), ax.get_ylim()])
-    assert whole.patches[0].get_bbox().get_points() == pytest.approx(corners)  # the box
 
-    _, axes = plots.env_panels(["ml1_reach", "halfcheetah_vel", "ml1_push"], detail=True)
-    assert list(axes) == ["halfcheetah_vel", "detail", "ml1_reach", "ml1_push"]
-    left = [ax.get_position().x0 for ax in axes.values()]
-    assert left[0] == left[2] < left[1] == left[3]  # two rows, no empty panel
+def test_on_the_log_axis_equal_ratios_are_equally_far_apart_and_no_return_is_lost():
+    ax = plots.plt.figure().add_subplot()
+    plots.log_axis(ax)
+    height = {y: ax.transScale.transform((1, y))[1] for y in (-300, -200, -30, -20, -1, 0, 50)}
+    assert height[-200] - height[-300] == pytest.approx(height[-20] - height[-30])
+    assert height[-30] < height[-20] < height[-1] == height[0] == height[50]
+    ax.set_ylim(-345, -18)
+    assert [y for y in ax.get_yticks() if -345 < y < -18] == [-20, -30, -50, -100, -200, -300]
 
 
 @pytest.mark.parametrize(
     "values, low, high",
-    [((-900, -20), -345, -20), ((-480, -470), -480, -150), ((-300,), -345, -150)],
+    [((-2000, -20), -345, -20), ((-480, -470), -480, -150), ((-300,), -345, -150), ((0,), -345, 0)],
 )
 def test_a_collapse_does_not_squeeze_the_curves_and_weak_agents_stay_in_view(values, low, high):
-    ax = plots.plt.figure().add_subplot()
+    figure, ax = plots.plt.subplots()
+    plots.log_axis(ax)
     ax.plot(values, "o")
     plots.draw_references(ax, plots.REFERENCES["halfcheetah_vel"])
+    figure.canvas.draw()
     bottom, top = ax.get_ylim()
-    assert bottom == pytest.approx(low, abs=20) and top == pytest.approx(high, abs=50)
-    assert bottom < max(values) < top
+    assert bottom == pytest.approx(low, abs=30) and top == pytest.approx(high, abs=20)
+    assert bottom < max(values) and min(max(values), -1) < top < 0
 
 
-def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_the_line():
+def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_line_and_marker():
     looks = plots.ablation_looks("tfixup", [(2, False), (2, True), (12, False), (12, True)])
     lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
     assert lightness[2, True] == lightness[2, False] < lightness[12, True]
     assert [look[2] for look in looks.values()] == ["--", "-", "--", "-"]
-
-
-def test_the_end_of_an_ablation_shows_every_seed_and_their_mean():
-    curves = {(2, False): [{100: -90, 200: -80}, {100: -70, 200: -60}], (2, True): [{200: -50}]}
     ax = plots.plt.figure().add_subplot()
-    plots.end_scores(ax, None, curves, plots.ablation_looks("tfixup", curves), None)
-    assert [line.get_ydata().tolist() for line in ax.lines] == [[-80, -60], [-50]]
-    assert [mean.get_segments()[0][0, 1] for mean in ax.collections] == [-70, -50]
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["2\noff", "2\non"]
-    assert ax.get_xlabel() == "layers, T-Fixup"
+    plots.meta_training(ax, {key: [{100: -50}] for key in looks}, looks)
+    hollow = [line.get_markerfacecolor() == "white" for line in ax.lines]
+    assert hollow == [True, False, True, False]
 
 
 def test_tfixup_is_compared_at_depths_that_were_also_trained_without_it(tmp_path):
