@@ -194,6 +194,8 @@ def why_not(run, seeds):
     shared = (run.settings.keys() & first.settings.keys()) - own
     if any(run.settings[name] != first.settings[name] for name in shared):
         return f"its settings are not those of {first.path}"
+    if run.tests[0]["actions"] != first.tests[0]["actions"]:
+        return f"its actions are not {first.tests[0]['actions']} ones"
     if run.settings["seed"] in [other.settings["seed"] for other in seeds]:
         return "another run has its seed"
     return ""
@@ -286,21 +288,14 @@ def adaptation(ax, curves, looks):
         draw_curve(ax, seeds, *looks[key])
     ax.set_xlabel("episode")
     ax.set_xticks(sorted({episode for seeds in curves.values() for episode in seeds[0]}))
-    ax.margins(y=0.12)
 
 
 def log_axis(ax):
     """Logarithmic in minus the return: -20 and -30 are as far apart as -200 and -300."""
-
-    def forward(y):
-        return -np.log(np.maximum(-y, 1))  # a return above -1 is drawn at -1
-
-    def inverse(z):
-        return -np.exp(-z)
-
-    ax.set_yscale("function", functions=(forward, inverse))
+    ax.set_yscale("symlog", linthresh=1)  # linear above -1: a return of 0 has its place, too
     ticks = -np.outer(10.0 ** np.arange(5), [1, 2, 3, 5])
     ax.yaxis.set_major_locator(FixedLocator(ticks.ravel()))
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_ylabel("return (log scale)")
 
 
@@ -345,14 +340,13 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
         each = groups[env]
         for other in each.keys() - looks.keys():  # an agent of your own
             looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
+        ax.set_ylabel("return")
         if env == "halfcheetah_vel":  # its best agents differ by a few of 300 points
             log_axis(ax)
         plot(ax, {k: [read(run) for run in each[k]] for k in looks if k in each}, looks)
         if next(iter(each.values()))[0].value == "success":
             ax.set(ylabel="success rate", ylim=(-0.03, max(0.5, ax.dataLim.y1 + 0.05)))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
-        else:
-            ax.set_ylabel(ax.get_ylabel() or "return")
         draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
         title(ax, ENVS.get(env, env) + which, panel_note(env, each))
     sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
@@ -360,7 +354,7 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
 
 
 def panel_note(env, groups):
-    """How many seeds the curves have, and whether an arm was tested with mean actions."""
+    """How many seeds the curves have and, for an arm, how it acted in the meta-tests."""
     counts = {key: len(seeds) for key, seeds in groups.items() if key != "yours"}
     most = max(counts.values(), default=1)
     note = plural(most, "seed")
@@ -369,9 +363,9 @@ def panel_note(env, groups):
     fewer = [f"{AGENTS.get(k, [str(k)])[0]}: {n}" for k, n in counts.items() if n < most]
     if fewer:
         note += f" ({', '.join(fewer)})"
-    actions = [run.tests[0]["actions"] for seeds in groups.values() for run in seeds]
-    if is_arm(env) and "mean" in actions:
-        note += ", mean actions"
+    if is_arm(env):
+        actions = {run.tests[0]["actions"] for seeds in groups.values() for run in seeds}
+        note += f", {' and '.join(sorted(actions))} actions"
     return note
 
 
@@ -382,8 +376,7 @@ ABLATIONS = {
     "layers": (("layers",), [(1,), (2,), (4,), (12,)]),
     "heads": (("heads",), [(1,), (4,), (16,)]),
 }
-LABELS = {"layers": "layers: {}", "heads": "heads: {}"}
-LABELS |= {"memory_length": "memory length: {}", "tfixup": "T-Fixup: {}"}
+LABELS = {"memory_length": "memory length", "tfixup": "T-Fixup"}
 
 
 def ablation_runs(which, runs):
@@ -404,8 +397,9 @@ def ablation_key(which):
 
 def ablation_label(which, values):
     """(2, False) -> layers: 2, T-Fixup: off."""
+    names = [LABELS.get(name, name) for name in ABLATIONS[which][0]]
     values = [("off", "on")[v] if isinstance(v, bool) else v for v in values]
-    return ", ".join(LABELS[name].format(v) for name, v in zip(ABLATIONS[which][0], values))
+    return ", ".join(f"{name}: {v}" for name, v in zip(names, values))
 
 
 def ablation_looks(which, keys):
@@ -514,39 +508,47 @@ def look_inside(agent, buffer):
     return memories.unflatten(1, (R, T)).cpu().numpy(), alpha.unflatten(0, (R, T)).cpu().numpy()
 
 
-def draw_velocity(ax, velocity, target):
-    """A velocity (T,) and the band around its target; the step where it settles, or None."""
-    ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
-    ax.plot(velocity, color=BLUE, linewidth=1.4)
+def settling_step(velocity, target):
+    """The step from which a velocity (T,) stays near its target until the end, or None."""
     outside = np.flatnonzero(np.abs(velocity - target) >= TOLERANCE)
     step = int(outside.max(initial=-1)) + 1
-    settled = step <= len(velocity) - 10  # it stays in the band for at least 10 steps
-    if settled:
-        ax.axvline(step, color=RED, linewidth=0.8)
-        ax.plot(step, velocity[step], "o", color=RED)
-    words = plural(step, "step") if settled else "not settled"
-    ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
-    return step if settled else None
+    return step if step <= len(velocity) - 10 else None  # it stays for at least 10 steps
+
+
+def draw_velocity(ax, velocity, target, steps):
+    """The first steps of a velocity (T,), the band around its target, and where it settles."""
+    ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
+    ax.plot(velocity[:steps], color=BLUE, linewidth=1.4)
+    settled = settling_step(velocity, target)
+    words = "not settled"
+    if settled is not None:
+        words = plural(settled, "step")
+        ax.axvline(settled, color=RED, linewidth=0.8)
+        ax.plot(settled, velocity[settled], "o", color=RED)
+    ax.text(0.97, 0.08, words, transform=ax.transAxes, **NOTE)
+    return settled
 
 
 def online_adaptation(axes, velocity, targets, steps=60):
-    """Fig. 9: velocity (B, T), a panel for each target; returns the steps until each settles."""
-    found = []
-    for ax, v, target in zip(axes, velocity[:, :steps], targets):
-        found.append(draw_velocity(ax, v, target))
+    """Fig. 9: velocity (B, T), a panel for each target."""
+    for ax, v, target in zip(axes, velocity, targets):
+        draw_velocity(ax, v, target, steps)
         ax.margins(y=0.2)
         ax.set(title=f"{target:.1f} m/s", xticks=range(0, steps + 1, 20), xlim=(-2, steps))
-    return [reached for reached in found if reached is not None]
 
 
 def draw_online_adaptation(agents, options):
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), sharey=True)
-    velocity = meet(agents[0], TARGETS).info["x_velocity"]
-    found = online_adaptation(axes, velocity, TARGETS)
+    online_adaptation(axes, meet(agents[0], TARGETS).info["x_velocity"], TARGETS)
     axes[0].set_ylabel("velocity (m/s)")
-    axes[2].set_xlabel(f"time step of the first episode (band: target ± {TOLERANCE} m/s)")
-    within = f" within {plural(max(found), 'time step')}" if found else ""
-    figure.suptitle(f"{len(found)} of {len(TARGETS)} hidden target velocities found{within}")
+    axes[2].set_xlabel(f"first time steps of five more tasks (band: target ± {TOLERANCE} m/s)")
+
+    velocity = meet(agents[0], TEST_TARGETS).info["x_velocity"]
+    found = [step for step in map(settling_step, velocity, TEST_TARGETS) if step is not None]
+    words = f"Target found in {len(found)} of {len(velocity)} test tasks"
+    if found:
+        words += f": median {np.median(found):g} steps, slowest {max(found)}"
+    figure.suptitle(words)
     return figure
 
 
@@ -566,54 +568,60 @@ def discriminants(memories):
     return whiten @ directions.T
 
 
-def latent(ax, points, targets):
+def scatter(ax, points, targets):
+    """Points (B, T, k) of B tasks, which take turns, so that no task hides another."""
+    coordinates = points.T.reshape(points.shape[-1], -1)
+    colors = [shade(target, targets) for target in targets] * points.shape[1]
+    ax.scatter(*coordinates, s=4, color=colors, alpha=0.6, linewidth=0)
+
+
+def latent(ax, points, targets, lines):
     """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80% of the points of its task."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
     x, y = np.linspace(low - margin, high + margin, 150).T
     grid = np.stack(np.meshgrid(x, y), axis=-1)  # (150, 150, 2)
     distances = np.linalg.norm(grid[:, :, None] - points.mean(axis=1), axis=-1)  # to each mean
+    scatter(ax, points, targets)
     for i, (target, task) in enumerate(zip(targets, points)):
-        others = np.delete(distances, i, axis=-1).min(axis=-1)
-        ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
-        color = shade(target, targets)
-        ax.scatter(*task.T, s=4, color=color, alpha=0.5, linewidth=0)
         density = GaussianKDE(task.T)
         level = np.quantile(density(task.T), 0.2)
         heights = density(grid.reshape(-1, 2).T).reshape(150, 150)
-        ax.contour(x, y, heights, [level], colors=[color], linewidths=1.2)
-        top = task[:, 1].max() + 0.2 * margin[1]
-        ax.text(task[:, 0].mean(), top, f"{target:.1f} m/s", ha="center", fontsize=8)
-    ax.set(xticks=[], yticks=[], xlabel="discriminant 1", ylabel="discriminant 2")
+        ax.contour(x, y, heights, [level], colors=[shade(target, targets)], linewidths=1.2)
+        if lines:
+            others = np.delete(distances, i, axis=-1).min(axis=-1)
+            ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
+            top = task[:, 1].max() + 0.2 * margin[1]
+            ax.text(task[:, 0].mean(), top, f"{target:.1f}", ha="center", fontsize=8)
+    ax.set(xticks=[], yticks=[])
 
 
 def draw_latent(agents, options):
-    """The paper's view, and the plane that separates best."""
+    """The paper's view, the same in two dimensions, and the plane that separates best."""
     tokens = meet(agents[0], TARGETS, episodes=2).token[:, :-1]
     memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
     first = memories[:, 20:200]  # without the first 20 steps of an episode
     second = memories[:, 220:400]
     components, shares = pca(np.concatenate(first), 3)
-
-    figure = plt.figure(figsize=(WIDTH, 3.3))
-    left = figure.add_subplot(1, 2, 1, projection="3d")
-    for target, task in zip(TARGETS, first @ components.T):
-        left.scatter(*task.T, s=5, color=shade(target, TARGETS), depthshade=False)
-    left.set(xticklabels=[], yticklabels=[], zticklabels=[])
-    for i, axis in enumerate((left.xaxis, left.yaxis, left.zaxis)):
-        axis.set_label_text(f"component {i + 1}", fontsize=8)
-        axis.labelpad = -12
-    title(left, "largest variance", f"three components: {shares.sum():.0%} of the variance")
-
-    right = figure.add_subplot(1, 2, 2)
     plane = discriminants(first)[:, :2]
-    latent(right, first @ plane, TARGETS)
+
+    figure = plt.figure(figsize=(WIDTH, 2.9))
+    space = figure.add_subplot(1, 3, 1, projection="3d")
+    scatter(space, first @ components.T, TARGETS)
+    space.set(xticklabels=[], yticklabels=[], zticklabels=[])
+    title(space, "principal components", f"three: {shares.sum():.0%} of the variance")
+    flat = figure.add_subplot(1, 3, 2, xlabel="component 1", ylabel="component 2")
+    latent(flat, first @ components[:2].T, TARGETS, lines=False)
+    title(flat, "two of them", "a contour: 80% of a task")
+    best = figure.add_subplot(1, 3, 3, xlabel="discriminant 1", ylabel="discriminant 2")
+    latent(best, first @ plane, TARGETS, lines=True)
+    title(best, "best separation", "lines: equally near; labels: m/s")
+
     # A new memory, of the second episode, is recognised by the nearest mean of a task.
     distances = (second @ plane)[:, :, None] - (first @ plane).mean(axis=1)  # (B, T, B, 2)
     found = np.linalg.norm(distances, axis=-1).argmin(axis=-1)  # (B, T)
     share = (found.T == np.arange(len(TARGETS))).mean()
-    title(right, "best separation", "contours: 80% of a task; lines: nearest task")
-    figure.suptitle(f"{share:.0%} of new memories lie between the lines of their task")
+    figure.suptitle(f"Straight lines separate {share:.0%} of the memories of a second episode")
     return figure
 
 
@@ -624,7 +632,7 @@ def task_distributions(ax, values, targets):
     densities = [GaussianKDE(row)(grid) for row in values]
     overlaps = [np.trapezoid(np.minimum(*pair), grid) for pair in itertools.pairwise(densities)]
 
-    height = np.max(densities)  # from a ridge to the next
+    height = 1.15 * np.max(densities)  # from a ridge to the next
     for i, (y, target) in enumerate(zip(densities, targets)):
         base = i * height
         look = dict(color=shade(target, targets), linewidth=0, zorder=3 - 0.1 * i)
@@ -633,7 +641,9 @@ def task_distributions(ax, values, targets):
         if i < len(overlaps):
             ax.fill_between(grid, base, base + np.minimum(y, densities[i + 1]), **look)
             words = f"{overlaps[i]:.0%} shared with {targets[i + 1]:.1f} m/s"
-            ax.text(grid[-1], base + 0.1 * height, words, fontsize=8)
+            ax.text(grid[-1], base + 0.2 * height, words, fontsize=8)
+            neighbour = shade(targets[i + 1], targets)
+            ax.plot(grid, base + densities[i + 1], color=neighbour, linewidth=0.8, zorder=4)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
     ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2.5 * margin), ylabel="target velocity")
     ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
@@ -683,12 +693,15 @@ def draw_refinement(agents, options):
     for ax, each, form in zip(axes, zip(*errors), ("{:.2f}", "{:.0%}")):
         draw_curve(ax, [dict(enumerate(error)) for error in each], None, BLUE, "-", "o")
         for point in enumerate(np.mean(each, axis=0)):
-            ax.annotate(form.format(point[1]), point, (5, 5), textcoords="offset points")
+            words = form.format(point[1]).replace("0.00", "0 by\ndefinition")
+            ax.annotate(words, point, (5, 5), textcoords="offset points")
         ax.set_xticks(layers, ["working\nmemory", *layers[1:]])
-        ax.set(xlim=(-0.2, layers[-1] + 0.3), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
+        ax.set(xlim=(-0.2, layers[-1] + 0.6), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
     words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
-    title(axes[0], "distance to the final memory", f"1 - cosine similarity, {words}")
-    title(axes[1], "action left unexplained", "share of variance, linear model on new tasks")
+    title(axes[0], "distance to the final memory", words)
+    title(axes[1], "action left unexplained", "by a linear model of the memories, on new tasks")
+    axes[0].set_ylabel("1 - cosine similarity")
+    axes[1].set_ylabel("share of the variance")
     axes[1].yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
     return figure
 
@@ -707,10 +720,9 @@ def draw_attention(agents, options):
     top.sharex(image)
     bars.sharey(image)
 
-    reached = draw_velocity(top, buffer.info["x_velocity"][task, :steps], target)
-    top.margins(y=0.3)
+    reached = draw_velocity(top, buffer.info["x_velocity"][task], target, steps)
     top.tick_params(labelbottom=False)
-    top.set(ylabel="velocity\n(m/s)", title=f"one task: run at {target:.3g} m/s")
+    top.set(ylabel="velocity\n(m/s)", title=f"one task: run at {target:.3g} m/s", ymargin=0.3)
     if reached is not None:
         image.axvline(reached, color=RED, linewidth=0.8)
     picture = image.imshow(weights[task, :steps].T, aspect="auto", origin="lower", cmap="Greys")
@@ -724,9 +736,10 @@ def draw_attention(agents, options):
 
     figure.colorbar(picture, scale, orientation="horizontal", extend="max")
     scale.set_box_aspect(0.12)
-    title(scale, "attention", "hatched: no memory yet")
+    title(scale, "attention", "last layer, mean of heads")
+    scale.set_xlabel("hatched: no memory yet", fontsize=8)
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
-    bars.axvline(1 / N, color=RED, linewidth=1.2, linestyle="--")
+    bars.axvline(1 / N, color="#111111", linewidth=1.2, linestyle="--")
     bars.tick_params(labelleft=False)
     bars.set_xlabel(f"mean of {len(weights)} tasks\n(dashed: equal)")
     return figure
@@ -802,8 +815,8 @@ def render(model, positions, goals):
     camera = "track"
     if goals:
         camera = mujoco.MjvCamera()
-        camera.lookat[:] = 0, 0.7, 0.15
-        camera.distance, camera.azimuth, camera.elevation = 1.4, 215, -25
+        camera.lookat[:] = 0, 0.75, 0.2
+        camera.distance, camera.azimuth, camera.elevation = 1.0, 215, -20
     data = mujoco.MjData(model)
     frames = []
     with mujoco.Renderer(model, height=180, width=240) as renderer:
@@ -974,17 +987,17 @@ def all_works(env, device):
     collect = partial(trmrl.collect, agent, envs, envs.tasks, envs.episode_length, True, 0)
     update = partial(agent.update, optimizer=run.optimizer, generator=generator)
     return {
-        ("physics", "raw MuJoCo"): raw_physics(envs),
+        ("physics", "raw MuJoCo (limit)"): raw_physics(envs),
         ("physics", "Gymnasium's SyncVectorEnv"): stepping(gym_envs),
         ("physics", "our tasks"): stepping(envs),
-        ("PPO update", "forward and backward passes"): network_alone(agent),
+        ("PPO update", "forward and backward passes (limit)"): network_alone(agent),
         ("PPO update", "our update"): (partial(update, collect()), steps),
         ("whole iteration", "our iteration"): (lambda: update(collect()), steps),
     }
 
 
 def draw_benchmark(runs, options):
-    """Speeds, a panel for each group; ours in blue, limits and others in grey."""
+    """Speeds, a panel for each group; ours in blue, others in grey, limits hollow."""
     env = options.env or "halfcheetah_vel"
     if env not in BODIES:
         raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {env}")
@@ -992,13 +1005,14 @@ def draw_benchmark(runs, options):
     rows = [dict(group=k[0], what=k[1], steps_per_second=round(speeds[k])) for k in speeds]
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1], sharex=True)
     for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
-        speeds = {row["what"]: row["steps_per_second"] for row in each}
-        colors = [BLUE if what.startswith("our") else "#bbbbbb" for what in speeds]
-        bars = ax.barh(list(speeds), list(speeds.values()), color=colors)
-        ax.bar_label(bars, fmt="{:,.0f}", padding=4)
+        for row in each:
+            what = row["what"]
+            color = BLUE if what.startswith("our") else "#999999"
+            fill = "white" if what.endswith("(limit)") else color
+            bar = ax.barh(what, row["steps_per_second"], facecolor=fill, edgecolor=color)
+            ax.bar_label(bar, fmt="{:,.0f}", padding=4)
         ax.invert_yaxis()
-        ax.set(title=group, xticks=[], frame_on=False)
-        ax.margins(x=0.15)
+        ax.set(title=group, xticks=[], xmargin=0.15, frame_on=False)
         ax.grid(False)
     figure.supxlabel(f"environment steps per second, {ENVS[env]}", fontsize=9.5)
     name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
