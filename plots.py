@@ -292,8 +292,8 @@ def adaptation(ax, curves, looks):
 
 def log_axis(ax):
     """Logarithmic in minus the return: -20 and -30 are as far apart as -200 and -300."""
-    ax.set_yscale("symlog", linthresh=1)  # linear above -1: a return of 0 has its place, too
-    ticks = -np.outer(10.0 ** np.arange(5), [1, 2, 3, 5])
+    ax.set_yscale("symlog", linthresh=5, linscale=0.2)  # linear above -5: 0 has its place, too
+    ticks = -np.outer(10.0 ** np.arange(1, 5), [1, 2, 3, 5])
     ax.yaxis.set_major_locator(FixedLocator(ticks.ravel()))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_ylabel("return (log scale)")

@@ -1853,7 +1853,8 @@ def test_on_the_log_axis_equal_ratios_are_equally_far_apart_and_0_has_its_place(
     plots.log_axis(ax)
     height = {y: ax.transScale.transform((1, y))[1] for y in (-300, -200, -30, -20, 0, 50)}
     assert height[-200] - height[-300] == pytest.approx(height[-20] - height[-30])
-    assert height[-30] < height[-20] < height[0] < height[50]
+    assert height[-20] < height[0] < height[50]
+    assert height[0] - height[-20] < height[-20] - height[-200]  # a return of 0 squeezes no curve
     ax.set_ylim(-345, -18)
     assert [y for y in ax.get_yticks() if -345 < y < -18] == [-20, -30, -50, -100, -200, -300]
 
