@@ -32,7 +32,7 @@ import mujoco
 import numpy as np
 import torch
 from matplotlib.mlab import GaussianKDE
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, PercentFormatter
 
 import trmrl
 
@@ -67,7 +67,7 @@ AGENTS = {  # label, colour, line, marker
     "trmrl": ("TrMRL", BLUE, "-", "o"),
     "rl2": ("RL²", "#e08214", "--", "s"),
     "varibad": ("VariBAD", "#2c8c5a", "-.", "D"),
-    "pearl": ("PEARL", "#c07fd8", (0, (1, 1)), "v"),
+    "pearl": ("PEARL", "#8e44ad", (0, (1, 1)), "v"),
     "maml": ("MAML", "#8c6d1f", (0, (5, 1, 1, 1, 1, 1)), "P"),
     "oracle": ("oracle", "#333333", ":", "^"),
     "yours": ("your run", RED, "-", "*"),
@@ -194,6 +194,8 @@ def why_not(run, seeds):
     shared = (run.settings.keys() & first.settings.keys()) - own
     if any(run.settings[name] != first.settings[name] for name in shared):
         return f"its settings are not those of {first.path}"
+    if run.tests[0]["actions"] != first.tests[0]["actions"]:
+        return f"its actions are not {first.tests[0]['actions']} ones"
     if run.settings["seed"] in [other.settings["seed"] for other in seeds]:
         return "another run has its seed"
     return ""
@@ -224,13 +226,12 @@ LABELLED = dict(AGENTS)
 for agent, episode in SHOWN_EPISODE.items():
     LABELLED[agent] = f"{AGENTS[agent][0]}, episode {episode}", *AGENTS[agent][1:]
 
-# Returns worth knowing: {return: (its meaning, which side of the words is on the line)}.
+# Returns of simple policies. No adaptation: the best that one policy scores in all tasks.
 REFERENCES = {
-    "halfcheetah_vel": {-150: ("no adaptation", "bottom"), -300: ("standing still", "top")},
-    "ant_dir": {200: ("standing still", "bottom")},
-    "ood": {-700: ("standing still", "top")},
+    "halfcheetah_vel": {-150: "no\nadaptation", -300: "standing\nstill"},
+    "ant_dir": {200: "standing\nstill"},
+    "ood": {-700: "standing\nstill"},
 }
-CROWDED = "halfcheetah_vel"  # its best agents differ so little that they get a close-up
 
 
 def means(run, by, **wanted):
@@ -253,29 +254,29 @@ def episode_curve(run, split="test"):
     return curve if len(curve) > 2 else {}
 
 
-def draw_curve(ax, curves, label, color, linestyle, marker, unit=1, lines=False):
-    """The mean of the curves of several seeds, over their range or over thin lines of each."""
+def draw_curve(ax, curves, label, color, linestyle, marker, unit=1):
+    """The mean of the curves of several seeds, over their range."""
     steps = sorted(set.intersection(*map(set, curves)))
     seeds = np.array([[curve[step] for step in steps] for curve in curves])
     x = np.array(steps) / unit
     several = len(seeds) > 1
-    every = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
-    look = dict(linestyle=linestyle, linewidth=1 + several, marker=marker, markevery=every)
-    ax.plot(x, seeds.mean(axis=0), label=label, color=color, zorder=3, **look)
-    if lines:
-        ax.plot(x, seeds.T, color=color, linewidth=0.6, alpha=0.6)
-    elif several:
+    look = dict(color=color, linestyle=linestyle, linewidth=2 if several else 1.4, zorder=3)
+    look["markevery"] = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
+    look["markerfacecolor"] = "white" if linestyle == "--" else color
+    ax.plot(x, seeds.mean(axis=0), label=label, marker=marker, **look)
+    if several:
         ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), color=color, alpha=0.15, lw=0)
 
 
-def meta_training(ax, curves, looks, lines=False):
+def meta_training(ax, curves, looks):
     """Fig. 4, 10 to 13: {key of looks: [{step: value} of each seed]}."""
     for key, seeds in curves.items():
-        draw_curve(ax, seeds, *looks[key], unit=1e6, lines=lines)
+        draw_curve(ax, seeds, *looks[key], unit=1e6)
     ax.set_xlabel("million steps")
     last = [max(curve) for key, seeds in curves.items() for curve in seeds if key != "yours"]
     if last and max(last) > 4 * min(last):
-        ax.set_xscale("log")
+        ax.set_xscale("log", subs=[])
+        ax.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5]))
     else:
         ax.set_xlim(left=0)
     ax.xaxis.set_major_formatter("{x:g}")
@@ -287,72 +288,45 @@ def adaptation(ax, curves, looks):
         draw_curve(ax, seeds, *looks[key])
     ax.set_xlabel("episode")
     ax.set_xticks(sorted({episode for seeds in curves.values() for episode in seeds[0]}))
-    ax.margins(y=0.12)
+
+
+def log_axis(ax):
+    """Logarithmic in minus the return: -20 and -30 are as far apart as -200 and -300."""
+    ax.set_yscale("symlog", linthresh=5, linscale=0.2)  # linear above -5: 0 has its place, too
+    ticks = -np.outer(10.0 ** np.arange(1, 5), [1, 2, 3, 5])
+    ax.yaxis.set_major_locator(FixedLocator(ticks.ravel()))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_ylabel("return (log scale)")
 
 
 def draw_references(ax, references):
-    """Lines at returns worth knowing. A collapse far below them must not squeeze all curves."""
+    """Lines at returns of simple policies, named on the right, where no curve runs."""
     highest = ax.dataLim.y1
-    for y, (words, side) in references.items():
+    for y, words in references.items():
         ax.axhline(y, color=GREY, linewidth=0.8, linestyle=(0, (1, 3)))
-        look = dict(color=GREY, fontsize=8, ha="right", va=side, zorder=2)
-        ax.text(1, y, words, transform=ax.get_yaxis_transform(), **look)
+        look = dict(color=GREY, fontsize=8, va="center", transform=ax.get_yaxis_transform())
+        ax.text(1.01, y, words, **look)
+    # A collapse far below them must not squeeze all curves.
     lowest = min(references, default=0)
     if lowest < 0 and highest > 1.1 * lowest:
-        ax.set_ylim(1.15 * lowest, max(ax.get_ylim()[1], 0.85 * lowest))
+        ax.set_ylim(bottom=1.15 * lowest)
 
 
-def best_range(curves):
-    """Limits that suit the curves that end in the top quarter, from half of the steps on."""
-    every = [curve for seeds in curves.values() for curve in seeds]
-    values = [y for curve in every for y in curve.values()]
-    border = 0.75 * max(values) + 0.25 * min(values)
-    best = [curve for curve in every if curve[max(curve)] > border]
-    half = max(map(max, every)) / 2
-    late = [y for curve in best for x, y in curve.items() if x >= half]
-    if len(best) > 1:
-        margin = 0.1 * (max(late) - min(late))
-        return min(late) - margin, max(late) + margin
-
-
-def close_up(ax, whole, curves, looks, plot):
-    """The best curves, enlarged; a box in the whole panel shows where they are."""
-    plot(ax, curves, looks)
-    low, high = best_range(curves)
-    left = 0.9 * min(x for line in ax.lines for x, y in line.get_xydata() if y >= low)
-    ax.set(xlim=(left, None), ylim=(low, high))
-    view = ax.viewLim
-    whole.add_patch(plt.Rectangle(view.p0, *view.size, fill=False, edgecolor=GREY, zorder=4))
-    title(ax, "close-up", f"the box in {ENVS[CROWDED]}")
-
-
-def end_scores(ax, whole, curves, looks, plot):
-    """What the seeds of an ablation reach: "layers: 2, T-Fixup: off" is at the tick "2 off"."""
-    ticks = []
-    for place, (key, seeds) in enumerate(curves.items()):
-        label, color, line, marker = looks[key]
-        last = [curve[max(curve)] for curve in seeds]
-        ax.plot([place] * len(last), last, marker, color=color)
-        ax.hlines(np.mean(last), place - 0.4, place + 0.4, color, line, linewidth=2)
-        ticks.append("\n".join(re.findall(r": (\w+)", label)))
-    ax.set_xticks(range(len(ticks)), ticks)
-    ax.set_xlabel(", ".join(re.findall(r"(\w[^,]*):", label)))
-    title(ax, f"end of {ENVS[CROWDED]}", "a point per seed, line: mean")
-
-
-def env_panels(envs, detail):
-    """A figure and {env or "detail": its axes}: arms below the others if there are many."""
+def env_panels(envs):
+    """A figure and {env: its axes}: arms below the others if there are many."""
     envs = sorted(envs, key=[*ENVS, *envs].index)
     arms = [env for env in envs if is_arm(env)]
     others = [env for env in envs if not is_arm(env)]
-    if detail:
-        others.insert(1, "detail")
-    rows = [others, arms] if len(others + arms) > 3 else [others + arms]
-    cells = [np.repeat(row, 60 // len(row)) for row in rows if row]  # 2 and 3 panels: aaabbb ccddee
-    return plt.subplot_mosaic(cells, figsize=(WIDTH, 2.4 * len(cells) + 0.5))
+    rows = [others, arms] if others and arms and len(envs) > 2 else [envs]
+    figure = plt.figure(figsize=(WIDTH, 2.4 * len(rows) + 0.5))
+    axes = {}
+    for part, row in zip(figure.subfigures(len(rows), squeeze=False).flat, rows):
+        panels = part.subplots(1, len(row), squeeze=False)
+        axes |= zip(row, panels.flat)
+    return figure, axes
 
 
-def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS, detail=close_up):
+def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS):
     """A panel per env, a curve per agent or other key: what `read` finds in the runs, if any."""
     if key is None:
         key = attrgetter("agent")
@@ -360,41 +334,39 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS,
     groups = group_runs([run for run in runs if read(run)], key, options)
     if not groups:
         return "needs a finished run: python trmrl.py --env halfcheetah_vel"
-    curves = {}
-    for env, each in groups.items():
+
+    figure, axes = env_panels(groups)
+    for env, ax in axes.items():
+        each = groups[env]
         for other in each.keys() - looks.keys():  # an agent of your own
             looks = looks | {other: (str(other), "#111111", (0, (3, 3)), "x")}
-        curves[env] = {k: [read(run) for run in each[k]] for k in looks if k in each}
-    crowded = CROWDED in curves and best_range(curves[CROWDED])
-
-    figure, axes = env_panels(groups, detail=crowded)
-    if crowded:
-        detail(axes.pop("detail"), axes[CROWDED], curves[CROWDED], looks, plot)
-    labels = {"return": "return" + which, "success": "success rate" + which}
-    for env, ax in axes.items():
-        plot(ax, curves[env], looks)
-        draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
-        title(ax, ENVS.get(env, env), panel_note(env, groups[env]))
-        value = next(iter(groups[env].values()))[0].value
-        if value == "success":
-            ax.set_ylim(-0.03, max(0.5, ax.dataLim.y1 + 0.05))
+        ax.set_ylabel("return")
+        if env == "halfcheetah_vel":  # its best agents differ by a few of 300 points
+            log_axis(ax)
+        plot(ax, {k: [read(run) for run in each[k]] for k in looks if k in each}, looks)
+        if next(iter(each.values()))[0].value == "success":
+            ax.set(ylabel="success rate", ylim=(-0.03, max(0.5, ax.dataLim.y1 + 0.05)))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.set_ylabel(labels.pop(value, ""))  # the first of several panels is enough
+        draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
+        title(ax, ENVS.get(env, env) + which, panel_note(env, each))
     sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
     save(figure, name, options, sources)
 
 
 def panel_note(env, groups):
-    """How many seeds the curves have, and whether an arm was tested with mean actions."""
-    counts = {len(seeds) for key, seeds in groups.items() if key != "yours"}
-    several = [str(n) for n in sorted(counts) if n > 1]
-    notes = [f"n = {' to '.join(several)} seeds"] if several else []
-    if 1 in counts:
-        notes.append("thin: n = 1" if several else "n = 1 seed")
-    actions = [run.tests[0]["actions"] for seeds in groups.values() for run in seeds]
-    if is_arm(env) and "mean" in actions:
-        notes.append("mean actions")
-    return ", ".join(notes)
+    """How many seeds the curves have and, for an arm, how it acted in the meta-tests."""
+    counts = {key: len(seeds) for key, seeds in groups.items() if key != "yours"}
+    most = max(counts.values(), default=1)
+    note = plural(most, "seed")
+    if most > 1 and not is_arm(env):  # panels of arms are narrow
+        note = f"mean and range of {note}"
+    fewer = [f"{AGENTS.get(k, [str(k)])[0]}: {n}" for k, n in counts.items() if n < most]
+    if fewer:
+        note += f" ({', '.join(fewer)})"
+    if is_arm(env):
+        actions = {run.tests[0]["actions"] for seeds in groups.values() for run in seeds}
+        note += f", {' and '.join(sorted(actions))} actions"
+    return note
 
 
 # An ablation: its settings, and the values of them that we compare.
@@ -404,8 +376,7 @@ ABLATIONS = {
     "layers": (("layers",), [(1,), (2,), (4,), (12,)]),
     "heads": (("heads",), [(1,), (4,), (16,)]),
 }
-LABELS = {"layers": "layers: {}", "heads": "heads: {}"}
-LABELS |= {"memory_length": "memory length: {}", "tfixup": "T-Fixup: {}"}
+LABELS = {"memory_length": "memory length", "tfixup": "T-Fixup"}
 
 
 def ablation_runs(which, runs):
@@ -426,8 +397,9 @@ def ablation_key(which):
 
 def ablation_label(which, values):
     """(2, False) -> layers: 2, T-Fixup: off."""
+    names = [LABELS.get(name, name) for name in ABLATIONS[which][0]]
     values = [("off", "on")[v] if isinstance(v, bool) else v for v in values]
-    return ", ".join(LABELS[name].format(v) for name, v in zip(ABLATIONS[which][0], values))
+    return ", ".join(f"{name}: {v}" for name, v in zip(names, values))
 
 
 def ablation_looks(which, keys):
@@ -450,8 +422,8 @@ def draw_ablation(which, runs, options):
     variants = [env for env, _ in {(run.env, key(run)) for run in ours}]
     ours = [run for run in ours if variants.count(run.env) > 1]
     if ours:
-        how = learning_curve, partial(meta_training, lines=True), ", episode 1", key
-        draw_runs(f"ablation_{which}", ours, options, *how, ablation_looks(which, keys), end_scores)
+        how = dict(read=learning_curve, plot=meta_training, key=key)
+        draw_runs(f"ablation_{which}", ours, options, **how, looks=ablation_looks(which, keys))
 
     missing = [k for k in wanted if k not in keys]
     if missing:
@@ -536,39 +508,47 @@ def look_inside(agent, buffer):
     return memories.unflatten(1, (R, T)).cpu().numpy(), alpha.unflatten(0, (R, T)).cpu().numpy()
 
 
-def draw_velocity(ax, velocity, target):
-    """A velocity (T,) and the band around its target; the step where it settles, or None."""
-    ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
-    ax.plot(velocity, color=BLUE, linewidth=1.4)
+def settling_step(velocity, target):
+    """The step from which a velocity (T,) stays near its target until the end, or None."""
     outside = np.flatnonzero(np.abs(velocity - target) >= TOLERANCE)
     step = int(outside.max(initial=-1)) + 1
-    settled = step <= len(velocity) - 10  # it stays in the band for at least 10 steps
-    if settled:
-        ax.axvline(step, color=RED, linewidth=0.8)
-        ax.plot(step, velocity[step], "o", color=RED)
-    words = plural(step, "step") if settled else "not settled"
-    ax.text(0.97, 0.04, words, transform=ax.transAxes, **NOTE)
-    return step if settled else None
+    return step if step <= len(velocity) - 10 else None  # it stays for at least 10 steps
+
+
+def draw_velocity(ax, velocity, target, steps):
+    """The first steps of a velocity (T,), the band around its target, and where it settles."""
+    ax.axhspan(target - TOLERANCE, target + TOLERANCE, **BAND)
+    ax.plot(velocity[:steps], color=BLUE, linewidth=1.4)
+    settled = settling_step(velocity, target)
+    words = "not settled"
+    if settled is not None:
+        words = plural(settled, "step")
+        ax.axvline(settled, color=RED, linewidth=0.8)
+        ax.plot(settled, velocity[settled], "o", color=RED)
+    ax.text(0.97, 0.08, words, transform=ax.transAxes, **NOTE)
+    return settled
 
 
 def online_adaptation(axes, velocity, targets, steps=60):
-    """Fig. 9: velocity (B, T), a panel for each target; returns the steps until each settles."""
-    found = []
-    for ax, v, target in zip(axes, velocity[:, :steps], targets):
-        found.append(draw_velocity(ax, v, target))
+    """Fig. 9: velocity (B, T), a panel for each target."""
+    for ax, v, target in zip(axes, velocity, targets):
+        draw_velocity(ax, v, target, steps)
         ax.margins(y=0.2)
         ax.set(title=f"{target:.1f} m/s", xticks=range(0, steps + 1, 20), xlim=(-2, steps))
-    return [reached for reached in found if reached is not None]
 
 
 def draw_online_adaptation(agents, options):
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), sharey=True)
-    velocity = meet(agents[0], TARGETS).info["x_velocity"]
-    found = online_adaptation(axes, velocity, TARGETS)
+    online_adaptation(axes, meet(agents[0], TARGETS).info["x_velocity"], TARGETS)
     axes[0].set_ylabel("velocity (m/s)")
-    axes[2].set_xlabel(f"time step of the first episode (band: target ± {TOLERANCE} m/s)")
-    within = f" within {plural(max(found), 'time step')}" if found else ""
-    figure.suptitle(f"{len(found)} of {len(TARGETS)} hidden target velocities found{within}")
+    axes[2].set_xlabel(f"first time steps of five more tasks (band: target ± {TOLERANCE} m/s)")
+
+    velocity = meet(agents[0], TEST_TARGETS).info["x_velocity"]
+    found = [step for step in map(settling_step, velocity, TEST_TARGETS) if step is not None]
+    words = f"Target found in {len(found)} of {len(velocity)} test tasks"
+    if found:
+        words += f": median {np.median(found):g} steps, slowest {max(found)}"
+    figure.suptitle(words)
     return figure
 
 
@@ -588,54 +568,60 @@ def discriminants(memories):
     return whiten @ directions.T
 
 
-def latent(ax, points, targets):
+def scatter(ax, points, targets):
+    """Points (B, T, k) of B tasks, which take turns, so that no task hides another."""
+    coordinates = points.T.reshape(points.shape[-1], -1)
+    colors = [shade(target, targets) for target in targets] * points.shape[1]
+    ax.scatter(*coordinates, s=4, color=colors, alpha=0.6, linewidth=0)
+
+
+def latent(ax, points, targets, lines):
     """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80% of the points of its task."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
     x, y = np.linspace(low - margin, high + margin, 150).T
     grid = np.stack(np.meshgrid(x, y), axis=-1)  # (150, 150, 2)
     distances = np.linalg.norm(grid[:, :, None] - points.mean(axis=1), axis=-1)  # to each mean
+    scatter(ax, points, targets)
     for i, (target, task) in enumerate(zip(targets, points)):
-        others = np.delete(distances, i, axis=-1).min(axis=-1)
-        ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
-        color = shade(target, targets)
-        ax.scatter(*task.T, s=4, color=color, alpha=0.5, linewidth=0)
         density = GaussianKDE(task.T)
         level = np.quantile(density(task.T), 0.2)
         heights = density(grid.reshape(-1, 2).T).reshape(150, 150)
-        ax.contour(x, y, heights, [level], colors=[color], linewidths=1.2)
-        top = task[:, 1].max() + 0.2 * margin[1]
-        ax.text(task[:, 0].mean(), top, f"{target:.1f} m/s", ha="center", fontsize=8)
-    ax.set(xticks=[], yticks=[], xlabel="discriminant 1", ylabel="discriminant 2")
+        ax.contour(x, y, heights, [level], colors=[shade(target, targets)], linewidths=1.2)
+        if lines:
+            others = np.delete(distances, i, axis=-1).min(axis=-1)
+            ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
+            top = task[:, 1].max() + 0.2 * margin[1]
+            ax.text(task[:, 0].mean(), top, f"{target:.1f}", ha="center", fontsize=8)
+    ax.set(xticks=[], yticks=[])
 
 
 def draw_latent(agents, options):
-    """The paper's view, and the plane that separates best."""
+    """The paper's view, the same in two dimensions, and the plane that separates best."""
     tokens = meet(agents[0], TARGETS, episodes=2).token[:, :-1]
     memories = agents[0].phi(tokens).cpu().numpy()  # (B, T, d)
     first = memories[:, 20:200]  # without the first 20 steps of an episode
     second = memories[:, 220:400]
     components, shares = pca(np.concatenate(first), 3)
-
-    figure = plt.figure(figsize=(WIDTH, 3.3))
-    left = figure.add_subplot(1, 2, 1, projection="3d")
-    for target, task in zip(TARGETS, first @ components.T):
-        left.scatter(*task.T, s=5, color=shade(target, TARGETS), depthshade=False)
-    left.set(xticklabels=[], yticklabels=[], zticklabels=[])
-    for i, axis in enumerate((left.xaxis, left.yaxis, left.zaxis)):
-        axis.set_label_text(f"component {i + 1}", fontsize=8)
-        axis.labelpad = -12
-    title(left, "largest variance", f"three components: {shares.sum():.0%} of the variance")
-
-    right = figure.add_subplot(1, 2, 2)
     plane = discriminants(first)[:, :2]
-    latent(right, first @ plane, TARGETS)
+
+    figure = plt.figure(figsize=(WIDTH, 2.9))
+    space = figure.add_subplot(1, 3, 1, projection="3d")
+    scatter(space, first @ components.T, TARGETS)
+    space.set(xticklabels=[], yticklabels=[], zticklabels=[])
+    title(space, "principal components", f"three: {shares.sum():.0%} of the variance")
+    flat = figure.add_subplot(1, 3, 2, xlabel="component 1", ylabel="component 2")
+    latent(flat, first @ components[:2].T, TARGETS, lines=False)
+    title(flat, "two of them", "a contour: 80% of a task")
+    best = figure.add_subplot(1, 3, 3, xlabel="discriminant 1", ylabel="discriminant 2")
+    latent(best, first @ plane, TARGETS, lines=True)
+    title(best, "best separation", "lines: equally near; labels: m/s")
+
     # A new memory, of the second episode, is recognised by the nearest mean of a task.
     distances = (second @ plane)[:, :, None] - (first @ plane).mean(axis=1)  # (B, T, B, 2)
     found = np.linalg.norm(distances, axis=-1).argmin(axis=-1)  # (B, T)
     share = (found.T == np.arange(len(TARGETS))).mean()
-    title(right, "best separation", "contours: 80% of a task; lines: nearest task")
-    figure.suptitle(f"{share:.0%} of new memories lie between the lines of their task")
+    figure.suptitle(f"Straight lines separate {share:.0%} of the memories of a second episode")
     return figure
 
 
@@ -646,7 +632,7 @@ def task_distributions(ax, values, targets):
     densities = [GaussianKDE(row)(grid) for row in values]
     overlaps = [np.trapezoid(np.minimum(*pair), grid) for pair in itertools.pairwise(densities)]
 
-    height = np.max(densities)  # from a ridge to the next
+    height = 1.15 * np.max(densities)  # from a ridge to the next
     for i, (y, target) in enumerate(zip(densities, targets)):
         base = i * height
         look = dict(color=shade(target, targets), linewidth=0, zorder=3 - 0.1 * i)
@@ -655,7 +641,9 @@ def task_distributions(ax, values, targets):
         if i < len(overlaps):
             ax.fill_between(grid, base, base + np.minimum(y, densities[i + 1]), **look)
             words = f"{overlaps[i]:.0%} shared with {targets[i + 1]:.1f} m/s"
-            ax.text(grid[-1], base + 0.1 * height, words, fontsize=8)
+            ax.text(grid[-1], base + 0.2 * height, words, fontsize=8)
+            neighbour = shade(targets[i + 1], targets)
+            ax.plot(grid, base + densities[i + 1], color=neighbour, linewidth=0.8, zorder=4)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
     ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2.5 * margin), ylabel="target velocity")
     ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
@@ -705,12 +693,15 @@ def draw_refinement(agents, options):
     for ax, each, form in zip(axes, zip(*errors), ("{:.2f}", "{:.0%}")):
         draw_curve(ax, [dict(enumerate(error)) for error in each], None, BLUE, "-", "o")
         for point in enumerate(np.mean(each, axis=0)):
-            ax.annotate(form.format(point[1]), point, (5, 5), textcoords="offset points")
+            words = form.format(point[1]).replace("0.00", "0 by\ndefinition")
+            ax.annotate(words, point, (5, 5), textcoords="offset points")
         ax.set_xticks(layers, ["working\nmemory", *layers[1:]])
-        ax.set(xlim=(-0.2, layers[-1] + 0.3), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
+        ax.set(xlim=(-0.2, layers[-1] + 0.6), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
     words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
-    title(axes[0], "distance to the final memory", f"1 - cosine similarity, {words}")
-    title(axes[1], "action left unexplained", "share of variance, linear model on new tasks")
+    title(axes[0], "distance to the final memory", words)
+    title(axes[1], "action left unexplained", "by a linear model of the memories, on new tasks")
+    axes[0].set_ylabel("1 - cosine similarity")
+    axes[1].set_ylabel("share of the variance")
     axes[1].yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
     return figure
 
@@ -729,10 +720,9 @@ def draw_attention(agents, options):
     top.sharex(image)
     bars.sharey(image)
 
-    reached = draw_velocity(top, buffer.info["x_velocity"][task, :steps], target)
-    top.margins(y=0.3)
+    reached = draw_velocity(top, buffer.info["x_velocity"][task], target, steps)
     top.tick_params(labelbottom=False)
-    top.set(ylabel="velocity\n(m/s)", title=f"one task: run at {target:.3g} m/s")
+    top.set(ylabel="velocity\n(m/s)", title=f"one task: run at {target:.3g} m/s", ymargin=0.3)
     if reached is not None:
         image.axvline(reached, color=RED, linewidth=0.8)
     picture = image.imshow(weights[task, :steps].T, aspect="auto", origin="lower", cmap="Greys")
@@ -746,9 +736,10 @@ def draw_attention(agents, options):
 
     figure.colorbar(picture, scale, orientation="horizontal", extend="max")
     scale.set_box_aspect(0.12)
-    title(scale, "attention", "hatched: no memory yet")
+    title(scale, "attention", "last layer, mean of heads")
+    scale.set_xlabel("hatched: no memory yet", fontsize=8)
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
-    bars.axvline(1 / N, color=RED, linewidth=1.2, linestyle="--")
+    bars.axvline(1 / N, color="#111111", linewidth=1.2, linestyle="--")
     bars.tick_params(labelleft=False)
     bars.set_xlabel(f"mean of {len(weights)} tasks\n(dashed: equal)")
     return figure
@@ -824,8 +815,8 @@ def render(model, positions, goals):
     camera = "track"
     if goals:
         camera = mujoco.MjvCamera()
-        camera.lookat[:] = 0, 0.7, 0.15
-        camera.distance, camera.azimuth, camera.elevation = 1.4, 215, -25
+        camera.lookat[:] = 0, 0.75, 0.2
+        camera.distance, camera.azimuth, camera.elevation = 1.0, 215, -20
     data = mujoco.MjData(model)
     frames = []
     with mujoco.Renderer(model, height=180, width=240) as renderer:
@@ -897,7 +888,7 @@ def write_gif(path, pictures):
 def draw_film(runs, options):
     """A film for --env or, without it, for each env that has a trained agent."""
     filmed = {run.env for run in runs if run.env.startswith((*FILMS, "ml1_"))}
-    for env in [options.env] if options.env else sorted(filmed) or [CROWDED]:
+    for env in [options.env] if options.env else sorted(filmed) or ["halfcheetah_vel"]:
         agents, missing = find_agents(runs, env=env)
         if missing:
             print(f"film: {missing}")
@@ -996,17 +987,17 @@ def all_works(env, device):
     collect = partial(trmrl.collect, agent, envs, envs.tasks, envs.episode_length, True, 0)
     update = partial(agent.update, optimizer=run.optimizer, generator=generator)
     return {
-        ("physics", "raw MuJoCo"): raw_physics(envs),
+        ("physics", "raw MuJoCo (limit)"): raw_physics(envs),
         ("physics", "Gymnasium's SyncVectorEnv"): stepping(gym_envs),
         ("physics", "our tasks"): stepping(envs),
-        ("PPO update", "forward and backward passes"): network_alone(agent),
+        ("PPO update", "forward and backward passes (limit)"): network_alone(agent),
         ("PPO update", "our update"): (partial(update, collect()), steps),
         ("whole iteration", "our iteration"): (lambda: update(collect()), steps),
     }
 
 
 def draw_benchmark(runs, options):
-    """Speeds, a panel for each group; ours in blue, limits and others in grey."""
+    """Speeds, a panel for each group; ours in blue, others in grey, limits hollow."""
     env = options.env or "halfcheetah_vel"
     if env not in BODIES:
         raise trmrl.UserError(f"benchmark takes --env {' or '.join(BODIES)}, not {env}")
@@ -1014,13 +1005,14 @@ def draw_benchmark(runs, options):
     rows = [dict(group=k[0], what=k[1], steps_per_second=round(speeds[k])) for k in speeds]
     figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 2.9), height_ratios=[3, 2, 1], sharex=True)
     for ax, (group, each) in zip(axes, itertools.groupby(rows, lambda row: row["group"])):
-        speeds = {row["what"]: row["steps_per_second"] for row in each}
-        colors = [BLUE if what.startswith("our") else "#bbbbbb" for what in speeds]
-        bars = ax.barh(list(speeds), list(speeds.values()), color=colors)
-        ax.bar_label(bars, fmt="{:,.0f}", padding=4)
+        for row in each:
+            what = row["what"]
+            color = BLUE if what.startswith("our") else "#999999"
+            fill = "white" if what.endswith("(limit)") else color
+            bar = ax.barh(what, row["steps_per_second"], facecolor=fill, edgecolor=color)
+            ax.bar_label(bar, fmt="{:,.0f}", padding=4)
         ax.invert_yaxis()
-        ax.set(title=group, xticks=[], frame_on=False)
-        ax.margins(x=0.15)
+        ax.set(title=group, xticks=[], xmargin=0.15, frame_on=False)
         ax.grid(False)
     figure.supxlabel(f"environment steps per second, {ENVS[env]}", fontsize=9.5)
     name = "benchmark" if env == "halfcheetah_vel" else f"benchmark_{env}"
@@ -1191,8 +1183,8 @@ def write_tables(runs, options):
 
 # ---- 8. Command line -----------------------------------------------------------------------------
 
-FIG_4 = dict(read=learning_curve, plot=meta_training, which=", episode 1", looks=LABELLED)
-FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=" at 3 to 4 m/s")
+FIG_4 = dict(read=learning_curve, plot=meta_training, looks=LABELLED)
+FIG_6 = dict(read=partial(episode_curve, split="ood"), plot=adaptation, which=", 3 to 4 m/s")
 FIGURES = {
     "meta_training": partial(draw_runs, "meta_training", **FIG_4),
     "fast_adaptation": partial(draw_runs, "fast_adaptation", read=episode_curve, plot=adaptation),

@@ -1779,12 +1779,12 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     mean = [(100, "test", i, 1, 900.0, 0, "mean") for i in range(4)]
     run = plots.read_run(pretend(tmp_path / "new", mean + sampled, env="ml1_reach"))
     assert plots.learning_curve(run) == {100: 0.5}
-    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "n = 1 seed"
+    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "1 seed, sampled actions"
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
-    both = {"trmrl": [old, old], "rl2": [old], "yours": [run]}
-    note = "n = 2 seeds, thin: n = 1, mean actions"
-    assert plots.panel_note("ml1_reach", both) == note
+    both = {"trmrl": [old, old], "rl2": [old]}
+    assert plots.panel_note("ml1_reach", both) == "2 seeds (RL²: 1), mean actions"
+    assert plots.panel_note("ant_dir", both) == "mean and range of 2 seeds (RL²: 1)"
 
 
 def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
@@ -1800,6 +1800,8 @@ def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
     config = json.loads(first.read_text())  # of the first edition: other fields
     del config["value_lr"], config["layers"]
     first.write_text(json.dumps(config | {"reward_scale": 0.1, "tag": ""}))
+    sampled = [(*row[:6], "sampled") for row in meta_tests(-50)]
+    pretend(tmp_path / "j", sampled, seed=7)
 
     loud = SimpleNamespace(verbose=True)
     groups = plots.group_runs(plots.find_runs([tmp_path]), lambda run: run.agent, loud)
@@ -1809,6 +1811,7 @@ def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
     assert f"left out {tmp_path}/a: it is not finished\n" in said.out
     assert f"left out {tmp_path}/c: another run has its seed\n" in said.out
     assert f"left out {tmp_path}/e: its settings are not those of {tmp_path}/b\n" in said.out
+    assert f"left out {tmp_path}/j: its actions are not mean ones\n" in said.out
     assert f"left out {tmp_path}/f: it has no meta-test yet\n" in said.out
     assert said.err.startswith(f"skipped {tmp_path}/h: ") and said.err.count("\n") == 1
 
@@ -1824,8 +1827,6 @@ def test_a_curve_shows_the_mean_of_the_seeds_and_their_range():
     plots.draw_curve(ax, seeds[:1], "oracle", "grey", ":", "^")  # n = 1: thinner, without a range
     assert len(ax.collections) == 1
     assert ax.lines[1].get_linewidth() < ax.lines[0].get_linewidth()
-    plots.draw_curve(ax, seeds, "", "red", "-", "", lines=True)  # each seed behind the mean
-    assert len(ax.lines) == 2 + 4 and len(ax.collections) == 1
 
 
 @pytest.mark.parametrize("value, place", [(-60, "behind"), (-40, "on track"), (-20, "ahead")])
@@ -1839,52 +1840,49 @@ def test_a_run_is_compared_with_ours_at_the_same_step(tmp_path, capsys, value, p
     assert verdict == f"after 0.00 M steps: return {value}, ours -44.4 to -34.4: {place}"
 
 
-def test_a_close_up_shows_the_best_curves_and_only_if_there_are_several():
-    best = [{0: -300, 50: -40, 100: -20}, {0: -300, 50: -50, 100: -30}]
-    curves = {"trmrl": best, "rl2": [{0: -300, 100: -200}]}
-    assert plots.best_range(curves) == pytest.approx((-53, -17))  # -50 to -20, and a margin
-    assert plots.best_range({"trmrl": best[:1], "rl2": curves["rl2"]}) is None
+def test_panels_fill_their_rows_and_arms_are_below():
+    names = ["ml1_reach", "halfcheetah_vel", "ml1_push", "ant_dir", "ml45_train"]
+    figure, axes = plots.env_panels(names)
+    assert list(axes) == ["halfcheetah_vel", "ant_dir", "ml1_reach", "ml1_push", "ml45_train"]
+    assert [len(row.axes) for row in figure.subfigs] == [2, 3]
+    assert [len(plots.env_panels(names[:n])[0].subfigs) for n in (1, 2, 3)] == [1, 1, 2]
 
-    _, (whole, ax) = plots.plt.subplots(1, 2)
-    plots.close_up(ax, whole, curves, plots.AGENTS, plots.adaptation)
-    assert ax.get_xlim()[0] == 45 and ax.get_ylim() == pytest.approx((-53, -17))
-    corners = np.transpose([ax.get_xlim(), ax.get_ylim()])
-    assert whole.patches[0].get_bbox().get_points() == pytest.approx(corners)  # the box
 
-    _, axes = plots.env_panels(["ml1_reach", "halfcheetah_vel", "ml1_push"], detail=True)
-    assert list(axes) == ["halfcheetah_vel", "detail", "ml1_reach", "ml1_push"]
-    left = [ax.get_position().x0 for ax in axes.values()]
-    assert left[0] == left[2] < left[1] == left[3]  # two rows, no empty panel
+def test_on_the_log_axis_equal_ratios_are_equally_far_apart_and_0_has_its_place():
+    ax = plots.plt.figure().add_subplot()
+    plots.log_axis(ax)
+    height = {y: ax.transScale.transform((1, y))[1] for y in (-300, -200, -30, -20, 0, 50)}
+    assert height[-200] - height[-300] == pytest.approx(height[-20] - height[-30])
+    assert height[-20] < height[0] < height[50]
+    assert height[0] - height[-20] < height[-20] - height[-200]  # a return of 0 squeezes no curve
+    ax.set_ylim(-345, -18)
+    assert [y for y in ax.get_yticks() if -345 < y < -18] == [-20, -30, -50, -100, -200, -300]
 
 
 @pytest.mark.parametrize(
     "values, low, high",
-    [((-900, -20), -345, -20), ((-480, -470), -480, -150), ((-300,), -345, -150)],
+    [((-2000, -20), -345, -20), ((-480, -470), -480, -150), ((-300,), -345, -150), ((0,), -345, 0)],
 )
 def test_a_collapse_does_not_squeeze_the_curves_and_weak_agents_stay_in_view(values, low, high):
-    ax = plots.plt.figure().add_subplot()
+    figure, ax = plots.plt.subplots()
+    plots.log_axis(ax)
     ax.plot(values, "o")
     plots.draw_references(ax, plots.REFERENCES["halfcheetah_vel"])
+    figure.canvas.draw()
     bottom, top = ax.get_ylim()
-    assert bottom == pytest.approx(low, abs=20) and top == pytest.approx(high, abs=50)
+    assert bottom == pytest.approx(low, abs=30) and top == pytest.approx(high, abs=30)
     assert bottom < max(values) < top
 
 
-def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_the_line():
+def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_line_and_marker():
     looks = plots.ablation_looks("tfixup", [(2, False), (2, True), (12, False), (12, True)])
     lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
     assert lightness[2, True] == lightness[2, False] < lightness[12, True]
     assert [look[2] for look in looks.values()] == ["--", "-", "--", "-"]
-
-
-def test_the_end_of_an_ablation_shows_every_seed_and_their_mean():
-    curves = {(2, False): [{100: -90, 200: -80}, {100: -70, 200: -60}], (2, True): [{200: -50}]}
     ax = plots.plt.figure().add_subplot()
-    plots.end_scores(ax, None, curves, plots.ablation_looks("tfixup", curves), None)
-    assert [line.get_ydata().tolist() for line in ax.lines] == [[-80, -60], [-50]]
-    assert [mean.get_segments()[0][0, 1] for mean in ax.collections] == [-70, -50]
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["2\noff", "2\non"]
-    assert ax.get_xlabel() == "layers, T-Fixup"
+    plots.meta_training(ax, {key: [{100: -50}] for key in looks}, looks)
+    hollow = [line.get_markerfacecolor() == "white" for line in ax.lines]
+    assert hollow == [True, False, True, False]
 
 
 def test_tfixup_is_compared_at_depths_that_were_also_trained_without_it(tmp_path):
@@ -1938,10 +1936,11 @@ def test_online_adaptation_marks_where_the_velocity_stays_near_its_target():
     velocity = np.zeros((4, 200))
     velocity[0, 7:] = 1.0
     velocity[1, 90:] = 1.0  # beyond the axis
-    velocity[3, 7:50] = 1.0  # it leaves again
-    assert plots.online_adaptation(axes, velocity, [1.0] * 4) == [7]
+    velocity[3, 7:150] = 1.0  # it leaves again, beyond the axis
+    plots.online_adaptation(axes, velocity, [1.0] * 4)
     words = [ax.texts[0].get_text() for ax in axes]
-    assert words == ["7 steps", "not settled", "not settled", "not settled"]
+    assert words == ["7 steps", "90 steps", "not settled", "not settled"]
+    assert [ax.get_xlim() for ax in axes] == [(-2, 60)] * 4
 
 
 def test_projections_are_principal_components_and_the_discriminant_of_fisher():
@@ -2009,7 +2008,8 @@ def test_every_figure_is_drawn_with_weak_agents(weak_runs, tmp_path, capsys):
     figures = [plots.plt.figure(number) for number in plots.plt.get_fignums()]
     notes = [figure.get_supxlabel() for figure in figures]
     assert notes.count("half-trained: 0.0001 of 0.0002 M steps") == 5
-    assert "0 of 5 hidden target velocities found" in [f.get_suptitle() for f in figures]
+    titles = " ".join(figure.get_suptitle() for figure in figures)
+    assert "Target found in 2 of 20 test tasks" in titles  # standing still is near 0.075 and 0.225
 
 
 def test_without_agents_or_runs_each_figure_says_what_to_type(tmp_path, capsys):
@@ -2081,13 +2081,15 @@ def test_the_benchmark_runs_and_draws_each_of_its_works(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "rates", rates)
     assert draw("benchmark", "--device", "cpu", "--out", tmp_path) == 0
-    names = ["raw MuJoCo", "Gymnasium's SyncVectorEnv", "our tasks"]
-    names += ["forward and backward passes", "our update", "our iteration"]
+    names = ["raw MuJoCo (limit)", "Gymnasium's SyncVectorEnv", "our tasks"]
+    names += ["forward and backward passes (limit)", "our update", "our iteration"]
     assert steps == dict.fromkeys(names, 400)  # 10 minibatches of 200 in 5 epochs: 400, too
     assert [row["what"] for row in plots.read_csv(tmp_path / "benchmark.csv")] == names
     axes = plots.plt.gcf().axes
     assert [ax.get_title(loc="left") for ax in axes] == ["physics", "PPO update", "whole iteration"]
     assert [bar.get_width() for ax in axes for bar in ax.patches] == [100, 200, 300, 400, 500, 600]
+    hollow = [bar.get_facecolor() == (1, 1, 1, 1) for ax in axes for bar in ax.patches]
+    assert hollow == [name.endswith("(limit)") for name in names]
 
 
 def test_tables_are_written_between_their_markers(tmp_path, capsys, monkeypatch):
