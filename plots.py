@@ -541,7 +541,7 @@ def draw_online_adaptation(agents, options):
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), sharey=True)
     online_adaptation(axes, meet(agents[0], TARGETS).info["x_velocity"], TARGETS)
     axes[0].set_ylabel("velocity (m/s)")
-    axes[2].set_xlabel(f"first time steps of five more tasks (band: target ± {TOLERANCE} m/s)")
+    axes[2].set_xlabel(f"first time steps of five tasks (band: target ± {TOLERANCE} m/s)")
 
     velocity = meet(agents[0], TEST_TARGETS).info["x_velocity"]
     found = [step for step in map(settling_step, velocity, TEST_TARGETS) if step is not None]
