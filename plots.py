@@ -345,7 +345,7 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
             log_axis(ax)
         plot(ax, {k: [read(run) for run in each[k]] for k in looks if k in each}, looks)
         if next(iter(each.values()))[0].value == "success":
-            ax.set(ylabel="success rate", ylim=(-0.03, max(0.5, ax.dataLim.y1 + 0.05)))
+            ax.set(ylabel="success rate", ylim=(-0.03, 1.03))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
         draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
         title(ax, ENVS.get(env, env) + which, panel_note(env, each))
@@ -541,7 +541,7 @@ def draw_online_adaptation(agents, options):
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), sharey=True)
     online_adaptation(axes, meet(agents[0], TARGETS).info["x_velocity"], TARGETS)
     axes[0].set_ylabel("velocity (m/s)")
-    axes[2].set_xlabel(f"first time steps of five tasks (band: target ± {TOLERANCE} m/s)")
+    axes[2].set_xlabel(f"time step (band: target ± {TOLERANCE} m/s)")
 
     velocity = meet(agents[0], TEST_TARGETS).info["x_velocity"]
     found = [step for step in map(settling_step, velocity, TEST_TARGETS) if step is not None]
@@ -575,8 +575,8 @@ def scatter(ax, points, targets):
     ax.scatter(*coordinates, s=4, color=colors, alpha=0.6, linewidth=0)
 
 
-def latent(ax, points, targets, lines):
-    """Fig. 8: points (B, T, 2) of B tasks; a contour holds 80% of the points of its task."""
+def latent(ax, points, targets):
+    """Fig. 8: points (B, T, 2) of B tasks, contours with 80% of each, and lines between them."""
     low, high = points.min(axis=(0, 1)), points.max(axis=(0, 1))
     margin = 0.1 * (high - low)
     x, y = np.linspace(low - margin, high + margin, 150).T
@@ -588,12 +588,10 @@ def latent(ax, points, targets, lines):
         level = np.quantile(density(task.T), 0.2)
         heights = density(grid.reshape(-1, 2).T).reshape(150, 150)
         ax.contour(x, y, heights, [level], colors=[shade(target, targets)], linewidths=1.2)
-        if lines:
-            others = np.delete(distances, i, axis=-1).min(axis=-1)
-            ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
-            top = task[:, 1].max() + 0.2 * margin[1]
-            ax.text(task[:, 0].mean(), top, f"{target:.1f}", ha="center", fontsize=8)
-    ax.set(xticks=[], yticks=[])
+        others = np.delete(distances, i, axis=-1).min(axis=-1)
+        ax.contour(x, y, distances[..., i] - others, [0], colors=GREY, linewidths=0.8)
+        top = task[:, 1].max() + 0.2 * margin[1]
+        ax.text(task[:, 0].mean(), top, f"{target:.1f}", ha="center", fontsize=8)
 
 
 def draw_latent(agents, options):
@@ -606,22 +604,22 @@ def draw_latent(agents, options):
     plane = discriminants(first)[:, :2]
 
     figure = plt.figure(figsize=(WIDTH, 2.9))
+    bare = dict(xticks=[], yticks=[])
     space = figure.add_subplot(1, 3, 1, projection="3d")
     scatter(space, first @ components.T, TARGETS)
     space.set(xticklabels=[], yticklabels=[], zticklabels=[])
-    title(space, "principal components", f"three: {shares.sum():.0%} of the variance")
-    flat = figure.add_subplot(1, 3, 2, xlabel="component 1", ylabel="component 2")
-    latent(flat, first @ components[:2].T, TARGETS, lines=False)
-    title(flat, "two of them", "a contour: 80% of a task")
-    best = figure.add_subplot(1, 3, 3, xlabel="discriminant 1", ylabel="discriminant 2")
-    latent(best, first @ plane, TARGETS, lines=True)
-    title(best, "best separation", "lines: equally near; labels: m/s")
+    title(space, "three principal components", f"{shares.sum():.0%} of the variance")
+    flat = figure.add_subplot(1, 3, 2, xlabel="component 1", ylabel="component 2", **bare)
+    scatter(flat, first @ components[:2].T, TARGETS)
+    title(flat, "two of them", f"{shares[:2].sum():.0%} of the variance")
+    best = figure.add_subplot(1, 3, 3, xlabel="discriminant 1", ylabel="discriminant 2", **bare)
+    latent(best, first @ plane, TARGETS)
 
     # A new memory, of the second episode, is recognised by the nearest mean of a task.
     distances = (second @ plane)[:, :, None] - (first @ plane).mean(axis=1)  # (B, T, B, 2)
     found = np.linalg.norm(distances, axis=-1).argmin(axis=-1)  # (B, T)
     share = (found.T == np.arange(len(TARGETS))).mean()
-    figure.suptitle(f"Straight lines separate {share:.0%} of the memories of a second episode")
+    title(best, "best separation (labels: m/s)", f"lines separate {share:.0%} of new memories")
     return figure
 
 
@@ -648,6 +646,7 @@ def task_distributions(ax, values, targets):
     ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2.5 * margin), ylabel="target velocity")
     ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
     ax.spines["left"].set_visible(False)
+    ax.spines["bottom"].set_bounds(grid[0], grid[-1])
     ax.grid(False)
     return overlaps
 
@@ -693,10 +692,11 @@ def draw_refinement(agents, options):
     for ax, each, form in zip(axes, zip(*errors), ("{:.2f}", "{:.0%}")):
         draw_curve(ax, [dict(enumerate(error)) for error in each], None, BLUE, "-", "o")
         for point in enumerate(np.mean(each, axis=0)):
-            words = form.format(point[1]).replace("0.00", "0 by\ndefinition")
+            by_definition = ax is axes[0] and point[0] == layers[-1]
+            words = "0 by\ndefinition" if by_definition else form.format(point[1])
             ax.annotate(words, point, (5, 5), textcoords="offset points")
-        ax.set_xticks(layers, ["working\nmemory", *layers[1:]])
-        ax.set(xlim=(-0.2, layers[-1] + 0.6), ylim=(0, 1.15 * np.max(each)), xlabel="after layer")
+        ax.set_xticks(layers, ["input", *(f"layer {i}" for i in layers[1:])])
+        ax.set(xlim=(-0.2, layers[-1] + 0.6), ylim=(0, 1.15 * np.max(each)))
     words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
     title(axes[0], "distance to the final memory", words)
     title(axes[1], "action left unexplained", "by a linear model of the memories, on new tasks")
@@ -989,7 +989,7 @@ def all_works(env, device):
     return {
         ("physics", "raw MuJoCo (limit)"): raw_physics(envs),
         ("physics", "Gymnasium's SyncVectorEnv"): stepping(gym_envs),
-        ("physics", "our tasks"): stepping(envs),
+        ("physics", "our environments"): stepping(envs),
         ("PPO update", "forward and backward passes (limit)"): network_alone(agent),
         ("PPO update", "our update"): (partial(update, collect()), steps),
         ("whole iteration", "our iteration"): (lambda: update(collect()), steps),

@@ -2081,7 +2081,7 @@ def test_the_benchmark_runs_and_draws_each_of_its_works(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "rates", rates)
     assert draw("benchmark", "--device", "cpu", "--out", tmp_path) == 0
-    names = ["raw MuJoCo (limit)", "Gymnasium's SyncVectorEnv", "our tasks"]
+    names = ["raw MuJoCo (limit)", "Gymnasium's SyncVectorEnv", "our environments"]
     names += ["forward and backward passes (limit)", "our update", "our iteration"]
     assert steps == dict.fromkeys(names, 400)  # 10 minibatches of 200 in 5 epochs: 400, too
     assert [row["what"] for row in plots.read_csv(tmp_path / "benchmark.csv")] == names
