@@ -13,7 +13,7 @@ The policy has no memory. The inner step learns from the randomness of the actio
 samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step. Here
 a trial is all there is of a task, so E - 1 episodes, by default two, must do. Also different: 64
 tanh units (the paper: 100 ReLU), GAE with another baseline (see Advantages), probability ratios in
-the inner step, a larger KL bound and more damping.
+the inner step, a larger KL bound (0.05; the paper: 0.01) and more damping.
 
 Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A are the sizes of a
 state and an action; P weights of the policy, as one vector; D features.
@@ -31,13 +31,13 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-RIDGE = 1e-3  # of the linear baseline
+RIDGE = 1e-3  # of the linear value baseline
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian
 FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-# TRPO, not Adam, changes the weights. A policy gradient is noisy, so it takes more steps to learn
-# and, on the half-cheetah, more exploration and a longer horizon.
+# TRPO, not Adam, changes the weights, so lr is 0. A policy gradient is noisy: on the half-cheetah
+# we take more steps, explore more and raise lambda.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -60,35 +60,37 @@ class Config(trmrl.Config):
 # ---- Policy and agent ----------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
+class Samples(NamedTuple):
     """What a policy gradient needs of the exploring or of the adapted steps of R rows.
 
-    T columns hold them all; vmap passes one row at a time, without R.
+    Rows differ in which columns these are, so there is every column that some row needs, and the
+    weight is 0 at the others. Inside vmap the leading R is absent.
     """
 
     state: torch.Tensor  # (R, T, S)
     action: torch.Tensor  # (R, T, A)
     log_prob: torch.Tensor  # (R, T), when the action was taken
-    advantage: torch.Tensor  # (R, T), see Phase; mean 0 and standard deviation 1 in each row
-    weight: torch.Tensor  # (R, T), sum 1 in each row; 0 where a step is of the other kind
+    advantage: torch.Tensor  # (R, T), see Phase.advantages; mean 0 and standard deviation 1
+    weight: torch.Tensor  # (R, T), sum 1 in each row; 0 at steps of the other kind
 
 
-def surrogate(mean, log_std, steps):
+def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
     At pi = pi_old, A(s, a) log pi(a | s) has the same gradient. But the outer step differentiates
     this gradient once more, and log pi ignores that the weights also decide which actions are
     sampled; the ratio keeps most of that (Rothfuss et al. 2019).
     """
-    ratio = (trmrl.gaussian_log_prob(mean, log_std, steps.action) - steps.log_prob).exp()
-    return (steps.weight * steps.advantage * ratio).sum()
+    log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
+    ratio = (log_prob - samples.log_prob).exp()
+    return (samples.weight * samples.advantage * ratio).sum()
 
 
-def divergence(mean, log_std, new_mean, new_log_std, steps):
+def divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
     """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
-    second_moment = (2 * log_std).exp() + (mean - new_mean) ** 2
-    kl = new_log_std - log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
-    return (steps.weight * kl.sum(dim=-1)).sum()
+    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
+    return (samples.weight * kl.sum(dim=-1)).sum()
 
 
 class MAML(trmrl.Agent):
@@ -120,13 +122,13 @@ class MAML(trmrl.Agent):
         head = {name: part.view_as(p) for (name, p), part in named}
         return functional_call(self.policy_head, head, (state,)), log_std
 
-    def adapt(self, theta, steps):
+    def adapt(self, theta, samples):
         """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
 
-        def J(weights, row_steps):
-            return surrogate(*self.policy_of(weights, row_steps.state), row_steps)
+        def J(weights, row_samples):
+            return surrogate(*self.policy_of(weights, row_samples.state), row_samples)
 
-        return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, steps)
+        return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, samples)
 
     def new_buffer(self, rows, steps, generator):
         buffer = super().new_buffer(rows, steps, generator)
@@ -139,13 +141,14 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration has just ended (at t = 0, no episode has).
-        # torch.func.grad works although the caller has switched gradients off.
-        rows = (episode == exploring_episodes) & (buffer.eta[:, t - 1] > 0)
-        if rows.any():
-            exploring = Phase(buffer, rows, mask=torch.ones_like(done[rows]))
-            inner = exploring.steps(self.betas[0], self.config)
-            buffer.stored["weights"][rows] = self.adapt(self.theta, inner)
+        # The inner step of the rows whose exploration has just ended; at t = 0, t - 1 wraps around,
+        # but no row is that far. Phase, at the end of this file, computes advantages. grad works
+        # although the caller has switched gradients off.
+        adapts = (episode == exploring_episodes) & (buffer.eta[:, t - 1] > 0)
+        if adapts.any():
+            exploring = Phase(buffer, adapts, mask=torch.ones_like(done[adapts]))
+            inner = exploring.samples(self.betas[0], self.config)
+            buffer.stored["weights"][adapts] = self.adapt(self.theta, inner)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < exploring_episodes) | sample
@@ -153,15 +156,15 @@ class MAML(trmrl.Agent):
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
-        """One outer step. The optimizer, Adam, has nothing to do."""
+        """One outer step, by TRPO."""
         config = self.config
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < config.episodes_per_trial - 1
         exploring = Phase(buffer, slice(None), mask=explores)  # all rows
         adapted = Phase(buffer, slice(None), mask=~explores)
-        inner = exploring.steps(self.betas[0], config)
-        outer = adapted.steps(self.betas[1], config)
+        inner = exploring.samples(self.betas[0], config)
+        outer = adapted.samples(self.betas[1], config)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted.
@@ -182,7 +185,7 @@ class MAML(trmrl.Agent):
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
 
-        # The baselines of the next batch.
+        # The value baselines of the next batch.
         self.betas[0] = exploring.fit_baseline(config.gamma)
         self.betas[1] = adapted.fit_baseline(config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
@@ -196,6 +199,7 @@ class MAML(trmrl.Agent):
         }
 
     def parameter_groups(self):
+        """A Run wants an optimizer; this one takes no step."""
         return [dict(params=list(self.parameters()), lr=self.config.lr)]
 
 
@@ -221,9 +225,10 @@ def conjugate_gradients(product, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl: the new theta and metrics.
 
-    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2, where g is a gradient
-    and H a Hessian. Within the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large
-    to be written down, but conjugate gradients need its products with vectors only.
+    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2, where g is the gradient
+    of the former and H the (damped) Hessian of the latter. Within the bound the best x is
+    sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate gradients
+    need its products with vectors only.
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
@@ -245,8 +250,8 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# Details, which you can skip at first. The baseline is linear, as in "Benchmarking Deep RL for
-# Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
+# Details, which you can skip at first. The value baseline is linear, as in "Benchmarking Deep RL
+# for Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
 # Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
 # batch. The mean reward of the row tells it the task: what a velocity is worth, say, depends on
 # the task. This biases the gradient slightly, since the mean reward depends on the actions.
@@ -265,17 +270,17 @@ class Phase:
         self.terminated = buffer.terminated[rows, :T]
         self.done = buffer.eta[rows, :T] > 0
         self.done[:, -1] = True  # the row may end within an episode
+        # Of the selected steps, (R, 1) each.
         self.count = mask.sum(dim=1, keepdim=True)
-        # Of the selected steps, (R, 1).
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
 
     def features(self):
         """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
         # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
-        step = torch.arange(self.done.shape[1], device=self.done.device)
-        began = (self.done * (step + 1)).cummax(dim=1).values.roll(1, dims=1)
+        t = torch.arange(self.done.shape[1], device=self.done.device)
+        began = (self.done * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
         began[:, 0] = 0
-        time = (step - began)[..., None] / 100
+        time = (t - began)[..., None] / 100
 
         of_task = self.mean_reward[..., None] * self.state
         of_time = [time, time**2, time**3, torch.ones_like(time)]
@@ -299,17 +304,17 @@ class Phase:
         y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
         return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
 
-    def steps(self, beta, config):
-        """The selected Steps, with advantages standardised over those of each row."""
+    def samples(self, beta, config):
+        """The selected steps as Samples, with advantages standardised in each row."""
         weight = self.mask / self.count
         advantage = self.advantages(beta, config.gamma, config.gae_lambda)
         advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
         variance = (weight * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
 
-        steps = Steps(self.state, self.action, self.log_prob, advantage, weight)
+        samples = Samples(self.state, self.action, self.log_prob, advantage, weight)
         needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Steps(*(x[:, needed] for x in steps))
+        return Samples(*(x[:, needed] for x in samples))
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ class Oracle(trmrl.Agent):
 
     def recall(self, buffer, row, t):
         """The state and the task, both normalised, (M, S + k)."""
-        return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task)[row]], dim=-1)
+        return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task[row])], dim=-1)
 
     def update(self, buffer, optimizer, generator):
-        """PPO; the statistics come last, so that they are the same for a whole batch."""
+        """PPO; then the statistics, so that learning uses the same ones as acting."""
         metrics = super().update(buffer, optimizer, generator)
         self.task_normalizer.update(buffer.task)
         return metrics

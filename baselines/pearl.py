@@ -45,9 +45,9 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# Off-policy learning needs fewer environment steps, but more gradient steps.
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
+# Off-policy learning needs fewer environment steps, but more gradient steps for each.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -70,7 +70,7 @@ class Config(trmrl.Config):
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting("SAC", 0.01, "how fast targets follow", low=1e-6, high=1)
+    target_rate: float = setting("SAC", 0.01, "tau, how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
     final_lr: float = setting("SAC", 0.05, "lr falls linearly towards this fraction", high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -113,7 +113,7 @@ class PEARL(trmrl.Agent):
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
-        # How many iterations the replay's file holds; the checkpoint has only this number.
+        # How many iterations the replay's file holds; the checkpoint has this number only.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
@@ -157,7 +157,7 @@ class PEARL(trmrl.Agent):
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
     def new_buffer(self, rows, steps, generator):
-        """z[:, t] is the z of step t; if an episode begins there, z_noise[:, t] draws it."""
+        """z[:, t] is the z of step t; where an episode begins, it is drawn with z_noise[:, t]."""
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
         buffer.stored["z"] = z
@@ -257,8 +257,8 @@ class PEARL(trmrl.Agent):
         trials = torch.cat([buffer.observation, buffer.clipped_action, others], dim=-1)
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)
-            capacity = math.ceil(size / buffer.reward.numel())
-            # "a": append, wherever it was read. An agent outside a run has no folder.
+            capacity = math.ceil(size / buffer.reward.numel())  # in iterations
+            # ab+ reads anywhere and writes at the end. An agent that no run made has no folder.
             file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
             iterations = int(self.replay_iterations)
             self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
@@ -320,7 +320,8 @@ class Replay:
         row = (uniform(M, 1) * R).long()
 
         # A context comes from the first 1, 2, ... or E - 1 episodes: what the agent knows when it
-        # begins the next one, if none ended early. (If E is 1, from the only one.)
+        # begins the next one, if none ended early. (If E is 1, from the only one.) But these are
+        # only C random steps, so the posterior is wider than when acting.
         episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * episodes * T / E).long()
         t = (uniform(M, B) * T).long()

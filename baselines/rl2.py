@@ -10,9 +10,10 @@ own, hence the name.
     python -m baselines.rl2 --env halfcheetah_vel
 
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
-50 steps, each of which starts from the hidden state that was stored when the agent acted. This is
-faster, and a minibatch can mix many tasks. Also, the trajectory of PPO ends where an episode
-terminates (the memory lives on), policy and value share one GRU, and it has 64 units.
+50 steps, each of which starts from the hidden state that was stored when the agent acted (by
+slightly older weights). This is faster, and a minibatch can mix many tasks. Also, the trajectory of
+PPO ends where an episode terminates (the memory lives on), and policy and value share one GRU, of
+64 units.
 """
 
 import math
@@ -103,7 +104,10 @@ class RL2(trmrl.Agent):
         return output[:, 0]
 
     def minibatches(self, buffer, generator):
-        """Segments of all rows in random order; an incomplete last minibatch is dropped."""
+        """Segments of all rows in random order; an incomplete last minibatch is dropped.
+
+        row and t are (segments, length); PPO treats every step alike, whatever their shape.
+        """
         R, T = buffer.value.shape
         per_row, length = segments(T)
         size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments at a time

@@ -13,10 +13,10 @@ on its uncertainty. Its gradient stops at the belief.
     python -m baselines.varibad --env halfcheetah_vel
 
 Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
-the decoder predicts normalised rewards, with variance 1; the weight of the KL divergence is 1; the
-encoder is also told where episodes end; the trajectory of PPO ends where an episode terminates. The
-paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, so
-we decode rewards alone.
+the decoder predicts normalised rewards, as a Gaussian of variance 1; the KL divergence has weight 1;
+the encoder is also told where episodes end; the trajectory of PPO ends where an episode
+terminates. The paper decodes transitions, too, where they differ between tasks; here they differ in
+ML45 only, and we decode rewards alone.
 
 Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z (m
 in the paper). tau_{:t} is what the agent knows when it acts at step t: s_t, but not a_t and r_t.
@@ -118,12 +118,15 @@ class VariBAD(trmrl.Agent):
 
     @torch.no_grad()  # whoever calls it, the belief is stored without its gradient
     def act(self, buffer, t, sample):
-        """Update the belief of every row, then act on it."""
+        """Update the belief of every row, then act on it.
+
+        PPO does not run the GRU again, unlike in RL^2: `recall` reads the stored belief.
+        """
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
-        hidden[:, t + 1] = next_hidden[0]
+        hidden[row, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
 
@@ -149,6 +152,7 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
+            # Here only the VAE has a gradient, in PPO only the others: Adam skips those without.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
@@ -164,9 +168,9 @@ class VariBAD(trmrl.Agent):
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
 
-        t and i run over the T steps of a row. The outer sum is estimated by t in belief_steps (K,),
-        the inner one by i in reward_steps (J,), the expectation by one z per t, from its noise (R,
-        K, Z).
+        of each row, where t and i run over its T steps. The outer sum is estimated by t in
+        belief_steps (K,), the inner one by i in reward_steps (J,), the expectation by one z per t,
+        from its noise (R, K, Z).
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
