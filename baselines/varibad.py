@@ -13,10 +13,10 @@ on its uncertainty. Its gradient stops at the belief.
     python -m baselines.varibad --env halfcheetah_vel
 
 Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
-the decoder predicts normalised rewards, as a Gaussian of variance 1; the KL divergence has weight 1;
-the encoder is also told where episodes end; the trajectory of PPO ends where an episode
-terminates. The paper decodes transitions, too, where they differ between tasks; here they differ in
-ML45 only, and we decode rewards alone.
+rewards are normalised and decoded as Gaussians of variance 1; the KL divergence has weight 1; the
+encoder is also told where episodes end; the trajectory of PPO ends where an episode terminates. The
+paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, and
+we decode rewards alone.
 
 Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z (m
 in the paper). tau_{:t} is what the agent knows when it acts at step t: s_t, but not a_t and r_t.
