@@ -561,9 +561,8 @@ def pca(x, k):
 def discriminants(memories):
     """Fisher's discriminants: the directions (d, B - 1) that tell B tasks (B, T, d) best apart."""
     centres = memories.mean(axis=1)
-    within = np.cov(np.concatenate(memories - centres[:, None]).T)
-    within += 1e-9 * np.trace(within) * np.eye(len(within))
-    whiten = np.linalg.cholesky(np.linalg.inv(within))  # afterwards every direction varies alike
+    _, s, vt = np.linalg.svd(np.concatenate(memories - centres[:, None]), full_matrices=False)
+    whiten = vt.T / np.sqrt(s**2 + 1e-9 * (s**2).sum())  # afterwards all directions vary alike
     directions, _ = pca(centres @ whiten, len(memories) - 1)
     return whiten @ directions.T
 
@@ -684,25 +683,26 @@ def refinement_errors(agent, buffer, train):
 
 
 def draw_refinement(agents, options):
-    """Fig. 7."""
+    """Fig. 7; for comparison also of untrained weights that see the same steps."""
     velocities = np.random.default_rng(trmrl.TEST_SEED).uniform(0, 3, 30)
-    errors = [refinement_errors(a, meet(a, velocities, episodes=3), train=20) for a in agents]
-    layers = range(len(errors[0][0]))
+    buffers = [meet(agent, velocities, episodes=3) for agent in agents]
+    torch.manual_seed(0)
+    untrained = [trmrl.TrMRL(agent.config, agent.sizes).requires_grad_(False) for agent in agents]
+
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 3))
-    for ax, each, form in zip(axes, zip(*errors), ("{:.2f}", "{:.0%}")):
-        draw_curve(ax, [dict(enumerate(error)) for error in each], None, BLUE, "-", "o")
-        for point in enumerate(np.mean(each, axis=0)):
-            by_definition = ax is axes[0] and point[0] == layers[-1]
-            words = "0 by\ndefinition" if by_definition else form.format(point[1])
-            ax.annotate(words, point, (5, 5), textcoords="offset points")
+    looks = ("trained", BLUE, "-", "o"), ("untrained", GREY, "--", "s")
+    for group, look in zip((agents, untrained), looks):
+        errors = [refinement_errors(*pair, train=20) for pair in zip(group, buffers)]
+        for ax, each in zip(axes, zip(*errors)):
+            draw_curve(ax, [dict(enumerate(error)) for error in each], *look)
+    layers = range(len(errors[0][0]))
+    for ax, ylabel in zip(axes, ("1 - cosine similarity", "share of the variance")):
         ax.set_xticks(layers, ["input", *(f"layer {i}" for i in layers[1:])])
-        ax.set(xlim=(-0.2, layers[-1] + 0.6), ylim=(0, 1.15 * np.max(each)))
+        ax.set(ylim=(0, None), ylabel=ylabel)
     words = "n = 1 agent" if len(agents) == 1 else f"mean and range of {len(agents)} agents"
-    title(axes[0], "distance to the final memory", words)
+    title(axes[0], "distance to the final memory", f"{words}; the last is 0 by definition")
     title(axes[1], "action left unexplained", "by a linear model of the memories, on new tasks")
-    axes[0].set_ylabel("1 - cosine similarity")
-    axes[1].set_ylabel("share of the variance")
-    axes[1].yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
+    axes[1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
 
 

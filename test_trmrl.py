@@ -1958,6 +1958,10 @@ def test_projections_are_principal_components_and_the_discriminant_of_fisher():
     cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
     assert abs(cosine) == pytest.approx(1.0)
 
+    # The memories of an untrained agent may vary in a few directions only.
+    flat = (memories @ rng.normal(size=(3, 64))).astype(np.float32)
+    assert np.isfinite(plots.discriminants(flat)).all()
+
 
 def test_densities_are_those_of_normal_distributions_and_so_is_their_overlap():
     rng, grid = np.random.default_rng(0), np.linspace(-6, 9, 1000)
