@@ -259,13 +259,12 @@ def draw_curve(ax, curves, label, color, linestyle, marker, unit=1):
     steps = sorted(set.intersection(*map(set, curves)))
     seeds = np.array([[curve[step] for step in steps] for curve in curves])
     x = np.array(steps) / unit
-    several = len(seeds) > 1
-    look = dict(color=color, linestyle=linestyle, linewidth=2 if several else 1.4, zorder=3)
+    look = dict(color=color, linestyle=linestyle, linewidth=2 if len(seeds) > 1 else 1.4, zorder=3)
     look["markevery"] = 0.15 if len(x) > 10 else 1  # a fraction: equal distances on paper
     look["markerfacecolor"] = "white" if linestyle == "--" else color
     ax.plot(x, seeds.mean(axis=0), label=label, marker=marker, **look)
-    if several:
-        ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), color=color, alpha=0.15, lw=0)
+    if len(seeds) > 1:
+        ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), color=color, alpha=0.16, lw=1)
 
 
 def meta_training(ax, curves, looks):
@@ -276,6 +275,7 @@ def meta_training(ax, curves, looks):
     last = [max(curve) for key, seeds in curves.items() for curve in seeds if key != "yours"]
     if last and max(last) > 4 * min(last):
         ax.set_xscale("log", subs=[])
+        ax.set_xlabel("million steps (log scale)")
         ax.xaxis.set_major_locator(LogLocator(subs=[1, 2, 5]))
     else:
         ax.set_xlim(left=0)
@@ -293,7 +293,7 @@ def adaptation(ax, curves, looks):
 def log_axis(ax):
     """Logarithmic in minus the return: -20 and -30 are as far apart as -200 and -300."""
     ax.set_yscale("symlog", linthresh=5, linscale=0.2)  # linear above -5: 0 has its place, too
-    ticks = -np.outer(10.0 ** np.arange(1, 5), [1, 2, 3, 5])
+    ticks = -np.outer(10.0 ** np.arange(1, 5), [1, 2, 3, 5, 7])
     ax.yaxis.set_major_locator(FixedLocator(ticks.ravel()))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_ylabel("return (log scale)")
@@ -643,7 +643,7 @@ def task_distributions(ax, values, targets):
             ax.plot(grid, base + densities[i + 1], color=neighbour, linewidth=0.8, zorder=4)
     ax.set_yticks(np.arange(len(targets)) * height, [f"{target:.1f} m/s" for target in targets])
     ax.set(xticks=[], xlim=(grid[0], grid[-1] + 2.5 * margin), ylabel="target velocity")
-    ax.set_xlabel("working memory, along the line on which the means of the tasks differ most")
+    ax.set_xlabel("working memory, along the line on which task means differ most", x=0.4)
     ax.spines["left"].set_visible(False)
     ax.spines["bottom"].set_bounds(grid[0], grid[-1])
     ax.grid(False)
@@ -741,7 +741,7 @@ def draw_attention(agents, options):
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
     bars.axvline(1 / N, color="#111111", linewidth=1.2, linestyle="--")
     bars.tick_params(labelleft=False)
-    bars.set_xlabel(f"mean of {len(weights)} tasks\n(dashed: equal)")
+    bars.set_xlabel(f"mean attention, {len(weights)} tasks\n(dashed: equal)")
     return figure
 
 
