@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What TrMRL is compared with, each in one file: `python -m baselines.rl2`.
 
-VariBAD borrows two functions from rl2.py.
+Read rl2.py first, then varibad.py, which borrows two of its functions. Letters such as E, R and T
+are those of trmrl.py.
 """
 
 # Settings that are not flags of a baseline: those of the transformer, which it does not have, and

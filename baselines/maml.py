@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
 """MAML: "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (Finn et al. 2017).
 
-MAML learns initial weights theta from which one step of policy gradient adapts to a new task. The
-agent explores a task with theta for E - 1 episodes. It then takes the inner step, theta' = theta +
-alpha grad J(theta), and acts with theta' from then on. Meta-training maximises what theta' earns,
-so the outer gradient passes through the inner one: MAML needs second derivatives. TRPO chooses the
-outer step: the best one that changes the adapted policies by at most a given KL divergence.
+MAML learns initial weights theta from which one step of policy gradient adapts to a new task. In
+the first E - 1 of the E episodes of a trial, the agent explores with theta. It then takes the inner
+step, theta' = theta + alpha grad J(theta), and acts with theta' from then on. Meta-training
+maximises what theta' earns, so the outer gradient passes through the inner one: MAML needs second
+derivatives. TRPO chooses the outer step: the best one that changes the adapted policies by at most
+a given KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -16,7 +17,7 @@ tanh units (the paper: 100 ReLU), GAE with another baseline (see Advantages), pr
 the inner step, a larger KL bound (0.05; the paper: 0.01) and more damping.
 
 Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A are the sizes of a
-state and an action; P weights of the policy, as one vector; D features.
+state and an action; P weights of the policy, with log_std, as one vector; D features; C columns.
 """
 
 import sys
@@ -63,15 +64,16 @@ class Config(trmrl.Config):
 class Samples(NamedTuple):
     """What a policy gradient needs of the exploring or of the adapted steps of R rows.
 
-    Rows differ in which columns these are, so there is every column that some row needs, and the
-    weight is 0 at the others. Inside vmap the leading R is absent.
+    Episodes may end early, so these steps may be in other columns in other rows. The C columns that
+    any row needs are kept; the weight is 0 where a row does not need them. Within vmap, the leading
+    R is absent.
     """
 
-    state: torch.Tensor  # (R, T, S)
-    action: torch.Tensor  # (R, T, A)
-    log_prob: torch.Tensor  # (R, T), when the action was taken
-    advantage: torch.Tensor  # (R, T), see Phase.advantages; mean 0 and standard deviation 1
-    weight: torch.Tensor  # (R, T), sum 1 in each row; 0 at steps of the other kind
+    state: torch.Tensor  # (R, C, S)
+    action: torch.Tensor  # (R, C, A)
+    log_prob: torch.Tensor  # (R, C), when the action was taken
+    advantage: torch.Tensor  # (R, C), see Phase.advantages; mean 0 and standard deviation 1
+    weight: torch.Tensor  # (R, C), sum 1 in each row
 
 
 def surrogate(mean, log_std, samples):
@@ -86,7 +88,7 @@ def surrogate(mean, log_std, samples):
     return (samples.weight * samples.advantage * ratio).sum()
 
 
-def divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
     """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
     second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
@@ -107,7 +109,9 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         del self.value_head  # the baseline is linear
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # (2, D): exploring, adapted
+        self.register_buffer(
+            "betas", torch.zeros(2, 3 * S + 4)
+        )  # (2, D), see Phase.features: exploring, adapted
 
     @property
     def theta(self):
@@ -128,6 +132,7 @@ class MAML(trmrl.Agent):
         def J(weights, row_samples):
             return surrogate(*self.policy_of(weights, row_samples.state), row_samples)
 
+        # This grad works even where gradients are switched off, as when the agent acts.
         return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, samples)
 
     def new_buffer(self, rows, steps, generator):
@@ -136,19 +141,18 @@ class MAML(trmrl.Agent):
         return buffer
 
     def act(self, buffer, t, sample):
-        """Explore with theta, then act with theta'; the value is 0: MAML has no value function."""
+        """Explore with theta, then act with theta'. The value is 0: Phase computes it later."""
         exploring_episodes = self.config.episodes_per_trial - 1
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration has just ended; at t = 0, t - 1 wraps around,
-        # but no row is that far. Phase, at the end of this file, computes advantages. grad works
-        # although the caller has switched gradients off.
+        # The inner step of the rows whose exploration has just ended. (At t = 0 the index t - 1
+        # wraps around, but no row is that far.) Phase is at the end of this file.
         adapts = (episode == exploring_episodes) & (buffer.eta[:, t - 1] > 0)
         if adapts.any():
             exploring = Phase(buffer, adapts, mask=torch.ones_like(done[adapts]))
-            inner = exploring.samples(self.betas[0], self.config)
-            buffer.stored["weights"][adapts] = self.adapt(self.theta, inner)
+            inner_samples = exploring.to_samples(self.betas[0], self.config)
+            buffer.stored["weights"][adapts] = self.adapt(self.theta, inner_samples)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < exploring_episodes) | sample
@@ -163,24 +167,24 @@ class MAML(trmrl.Agent):
         explores = episode < config.episodes_per_trial - 1
         exploring = Phase(buffer, slice(None), mask=explores)  # all rows
         adapted = Phase(buffer, slice(None), mask=~explores)
-        inner = exploring.samples(self.betas[0], config)
-        outer = adapted.samples(self.betas[1], config)
+        inner_samples = exploring.to_samples(self.betas[0], config)
+        outer_samples = adapted.to_samples(self.betas[1], config)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted.
         def adapted_policies(theta):
-            """Mean (R, T, A) and log_std (R, A)."""
-            return vmap(self.policy_of)(self.adapt(theta, inner), outer.state)
+            """Mean (R, C, A) and log_std (R, A)."""
+            return vmap(self.policy_of)(self.adapt(theta, inner_samples), outer_samples.state)
 
         old = adapted_policies(self.theta)
 
         def objective(theta):
             """The surrogate of what the adapted policies earn, averaged over tasks."""
-            return vmap(surrogate)(*adapted_policies(theta), outer).mean()
+            return vmap(surrogate)(*adapted_policies(theta), outer_samples).mean()
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(divergence)(*old, *adapted_policies(theta), outer).mean()
+            return vmap(kl_divergence)(*old, *adapted_policies(theta), outer_samples).mean()
 
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
@@ -253,7 +257,7 @@ def trpo_step(objective, kl, theta, max_kl):
 # Details, which you can skip at first. The value baseline is linear, as in "Benchmarking Deep RL
 # for Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
 # Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
-# batch. The mean reward of the row tells it the task: what a velocity is worth, say, depends on
+# batch. The mean reward of these steps tells it the task: what a velocity is worth, say, depends on
 # the task. This biases the gradient slightly, since the mean reward depends on the actions.
 
 
@@ -290,7 +294,8 @@ class Phase:
         """GAE with the baseline whose weights are beta (D,): (R, T)."""
         # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit it is V(s_t) again.
+        # Where an episode terminates, the next value is 0. At a time limit s_{t+1} is not in the
+        # row, and V(s_t) stands in.
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
@@ -304,7 +309,7 @@ class Phase:
         y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
         return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
 
-    def samples(self, beta, config):
+    def to_samples(self, beta, config):
         """The selected steps as Samples, with advantages standardised in each row."""
         weight = self.mask / self.count
         advantage = self.advantages(beta, config.gamma, config.gae_lambda)

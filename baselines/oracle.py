@@ -18,12 +18,13 @@ import trmrl
 from baselines import NOT_FLAGS
 
 # On the half-cheetah an MLP tolerates a higher learning rate than the transformer.
-CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
+PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
+PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 
 
 @dataclass
 class Config(trmrl.Config):
-    presets = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
+    presets = PRESETS
     not_flags = (*NOT_FLAGS, "d_model")
 
 
@@ -47,7 +48,7 @@ class Oracle(trmrl.Agent):
         return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task[row])], dim=-1)
 
     def update(self, buffer, optimizer, generator):
-        """PPO; then the statistics, so that learning uses the same ones as acting."""
+        """PPO; then the statistics of the tasks, so that learning uses the same ones as acting."""
         metrics = super().update(buffer, optimizer, generator)
         self.task_normalizer.update(buffer.task)
         return metrics

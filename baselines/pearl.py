@@ -68,7 +68,7 @@ class Config(trmrl.Config):
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
-    entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
+    entropy_weight: float = setting("SAC", 0.1, "alpha, if rewards had root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "tau, how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
@@ -118,7 +118,7 @@ class PEARL(trmrl.Agent):
 
     def parameter_groups(self):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # eps of PPO: 1e-5
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # Adam's usual eps
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
@@ -143,7 +143,7 @@ class PEARL(trmrl.Agent):
     def pi(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
-        log_std = log_std.clamp(-5.0, 2.0)  # the usual bounds of SAC
+        log_std = log_std.clamp(-5.0, 2.0)  # SAC: -20 and 2
         u = mean + log_std.exp() * noise
         # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
         # 4 / (e^u + e^-u)^2, whose logarithm stays finite: log(e^u + e^-u) = u + softplus(-2 u).
@@ -212,7 +212,8 @@ class PEARL(trmrl.Agent):
         state, action, reward, terminated, timed_out = self.unpack(batch)
         next_state, *_ = self.unpack(next_batch)
 
-        # A constant reward r is worth r / (1 - gamma), so r and alpha are scaled by 1 - gamma.
+        # A constant reward r is worth r / (1 - gamma), so r (here, not in the encoder) and alpha
+        # are scaled by 1 - gamma.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
@@ -231,7 +232,7 @@ class PEARL(trmrl.Agent):
             y = r + gamma * (1 - terminated) * (next_q - alpha * log_prob)
 
         # The critics' error trains the encoder, too, by way of z. At a time limit the next state is
-        # that of the next episode, so there is no target.
+        # that of the next episode: there is no target, and the error counts as 0.
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
@@ -263,7 +264,7 @@ class PEARL(trmrl.Agent):
             iterations = int(self.replay_iterations)
             self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
         self.replay.append(trials)
-        self.replay_iterations += 1
+        self.replay_iterations.fill_(self.replay.iterations)
 
     def unpack(self, steps):
         """State, action, reward, terminated and timed_out of steps of the replay."""

@@ -47,7 +47,10 @@ class Config(trmrl.Config):
 
 
 def gru_inputs(buffer, row, t):
-    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are zero at t = 0."""
+    """(s_t, a_{t-1}, r_{t-1}, eta_{t-1}) of the steps t; the last three are zero at t = 0.
+
+    row and t have, or broadcast to, any shape (...); returns (..., S + A + 2).
+    """
     S = buffer.state.shape[-1]
     previous = buffer.token[row, (t - 1).clamp(min=0), S:]  # a token is (s, a, r, eta)
     previous = previous * (t > 0).unsqueeze(-1)
@@ -76,9 +79,10 @@ class RL2(trmrl.Agent):
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the hidden state before step t; it is zero before step 0.
+        """hidden[:, t] is the hidden state before step t.
 
-        There are T + 2 columns: to value s_T, the state after the last step, is to step once more.
+        A row is a trial, so the zeros of a new buffer are the cleared memory. There are T + 2
+        columns: after the last step the GRU runs once more, on s_T, whose value is needed.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -98,7 +102,7 @@ class RL2(trmrl.Agent):
             output, _ = self.gru(x, hidden[row[:, 0], t[:, 0]][None])
             return output
 
-        # The output of a GRU is its next hidden state.
+        # Acting. The output of a GRU is its next hidden state.
         output, _ = self.gru(x[:, None], hidden[row, t][None])
         hidden[row, t + 1] = output[:, 0]
         return output[:, 0]
@@ -106,12 +110,13 @@ class RL2(trmrl.Agent):
     def minibatches(self, buffer, generator):
         """Segments of all rows in random order; an incomplete last minibatch is dropped.
 
-        row and t are (segments, length); PPO treats every step alike, whatever their shape.
+        row and t are (segments, length); PPO treats every step alike, whatever the shape.
         """
         R, T = buffer.value.shape
         per_row, length = segments(T)
-        size = max(1, self.config.minibatch // trmrl.WORLD_SIZE // length)  # segments at a time
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
+        size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
+        size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):
             row = (segment // per_row)[:, None].expand(-1, length)

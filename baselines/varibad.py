@@ -18,8 +18,9 @@ encoder is also told where episodes end; the trajectory of PPO ends where an epi
 paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, and
 we decode rewards alone.
 
-Shapes: R rows of T steps; K beliefs per row, each of which decodes J rewards; Z is the size of z (m
-in the paper). tau_{:t} is what the agent knows when it acts at step t: s_t, but not a_t and r_t.
+Shapes: R rows of T steps; K beliefs per row, and a z of each must predict J rewards; z is m in the
+paper, Z its size. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent
+knows when it acts at step t: s_t, but not a_t and r_t.
 """
 
 import sys
@@ -49,9 +50,9 @@ class Config(trmrl.Config):
     presets = PRESETS
     not_flags = NOT_FLAGS
 
-    # max_grad_norm applies to the VAE, too.
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
+    # The inherited max_grad_norm applies to the VAE, too.
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
     vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
@@ -170,7 +171,7 @@ class VariBAD(trmrl.Agent):
 
         of each row, where t and i run over its T steps. The outer sum is estimated by t in
         belief_steps (K,), the inner one by i in reward_steps (J,), the expectation by one z per t,
-        from its noise (R, K, Z).
+        from its noise (R, K, Z). The last reward of an episode counts as predicted without error.
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
@@ -189,7 +190,8 @@ class VariBAD(trmrl.Agent):
         not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
-        # The prior of a belief is the belief before it. This term is cheap, so it is not sampled.
+        # The prior of a belief is the belief before it, which the gradient reaches, too. This term
+        # is cheap, so it is not sampled.
         prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
@@ -213,10 +215,10 @@ class VariBAD(trmrl.Agent):
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
-        """Policy, value head and VAE have learning rates of their own."""
+        """Policy, value head and VAE have learning rates of their own, the VAE Adam's usual eps."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
-        vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)  # PPO: 1e-5
+        vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
         return [policy, value, vae]
 
 
