@@ -255,10 +255,10 @@ def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_
         assert_same(agent.recall(buffer, row, t), whole[row, t], claim)
     assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
 
-    # 99 steps are two segments of 49: a minibatch of all 396 steps takes all eight segments.
-    agent = make_agent(RL2, minibatch=396)
-    odd = collect(agent, PointMass(4), steps=99)
-    assert [row.shape for row, _ in agent.minibatches(odd, torch.Generator())] == [(8, 49)]
+    # 999 steps are 20 segments of 49; a minibatch as large as the batch takes all 80 of them.
+    agent = make_agent(RL2, minibatch=4 * 999)
+    odd = collect(agent, PointMass(4), steps=999)
+    assert [row.shape for row, _ in agent.minibatches(odd, torch.Generator())] == [(80, 49)]
 
 
 # ---- VariBAD -------------------------------------------------------------------------------------
