@@ -137,7 +137,7 @@ def main(seed, folder):
     model = RecurrentPPO("MlpLstmPolicy", envs, seed=seed, policy_kwargs=network, **SETTINGS)
 
     folder.mkdir(parents=True)
-    settings = {"agent": "recurrent_ppo", "env": ENV, "seed": seed, "total_steps": TOTAL_STEPS}
+    settings = {"agent": "SB3 RecurrentPPO", "env": ENV, "seed": seed, "total_steps": TOTAL_STEPS}
     (folder / "config.json").write_text(json.dumps(settings | SETTINGS, indent=2))
     recorder = Recorder(folder, envs)
     model.learn(TOTAL_STEPS, callback=recorder)
