@@ -309,7 +309,7 @@ def draw_references(ax, references):
     # A collapse far below them must not squeeze all curves.
     lowest = min(references, default=0)
     if lowest < 0 and highest > 1.1 * lowest:
-        ax.set_ylim(bottom=1.15 * lowest)
+        ax.set_ylim(1.15 * lowest, max(0.5 * lowest, ax.get_ylim()[1]))
 
 
 def env_panels(envs):
@@ -741,7 +741,7 @@ def draw_attention(agents, options):
     bars.barh(np.arange(N), weights[:, full:].mean(axis=(0, 1)), color=BLUE)
     bars.axvline(1 / N, color="#111111", linewidth=1.2, linestyle="--")
     bars.tick_params(labelleft=False)
-    bars.set_xlabel(f"mean attention, {len(weights)} tasks\n(dashed: equal)")
+    bars.set_xlabel(f"mean of {len(weights)} tasks\n(dashed: equal)")
     return figure
 
 

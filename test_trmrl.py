@@ -1874,6 +1874,14 @@ def test_a_collapse_does_not_squeeze_the_curves_and_weak_agents_stay_in_view(val
     assert bottom < max(values) < top
 
 
+def test_an_agent_that_stands_still_is_within_the_panel():
+    ax = plots.plt.figure().add_subplot()
+    plots.log_axis(ax)
+    ax.plot([-699, -701])
+    plots.draw_references(ax, plots.REFERENCES["ood"])
+    assert ax.get_ylim() == pytest.approx((-805, -350))
+
+
 def test_settings_of_an_ablation_differ_in_lightness_and_tfixup_in_line_and_marker():
     looks = plots.ablation_looks("tfixup", [(2, False), (2, True), (12, False), (12, True)])
     lightness = {key: sum(look[1][:3]) for key, look in looks.items()}
