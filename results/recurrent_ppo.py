@@ -5,7 +5,7 @@ This is what a user might pick instead of this project. It needs a package that 
 requirements.txt, and it writes a run folder that plots.py reads:
 
     pip install sb3-contrib==2.9.2
-    python results/recurrent_ppo.py 1    # the seed; about 15 minutes on one core
+    python results/recurrent_ppo.py 1    # the seed
 
 As in baselines/rl2.py, the network reads the state and the previous action, reward and
 end-of-episode flag, and a trial is two episodes of one task. The library is shown a trial as one
@@ -30,7 +30,7 @@ sys.path.insert(0, str(RESULTS.parent))
 import trmrl  # noqa: E402
 
 ENV = "halfcheetah_vel"
-TOTAL_STEPS = 500_000  # as many CPU minutes as the 1.5 million of TrMRL
+TOTAL_STEPS = 500_000
 EPISODES_PER_TRIAL = 2
 NUM_ENVS = 16
 EVAL_EVERY = 80_000  # environment steps between meta-tests
