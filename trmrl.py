@@ -6,10 +6,10 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent adapts to a new task within an episode, while its weights stay frozen. It writes each
-step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
-causal transformer refines the last N of them, layer by layer, into the episodic memory of the
-current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
+The agent adapts to a new task within an episode, while its weights stay frozen. It
+encodes each step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode
+flag. A causal transformer refines the last N of them, layer by layer, into the episodic memory of
+the current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
 initialisation lets it train without layer normalisation or warm-up.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
@@ -18,12 +18,11 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first;
-without torchrun, sum_over_processes(x) is x.
+Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
-     3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what a step sees
+     3. Working memory      Sec. 4.1, "Memory Write Logic" of Sec. 5.1: what the agent sees
      4. Transformer         Sec. 3.2, 3.3, 4.2, 4.3: self-attention, T-Fixup
      5. Agent               Fig. 1: from working memories to an action
      6. Collecting trials   Algorithm 1 (App. G)
@@ -36,9 +35,9 @@ without torchrun, sum_over_processes(x) is x.
 
 Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
-Letters: E episodes of one task are a trial; N memory slots; L layers. In shapes: R rows (one per
-environment) of T steps in a buffer; M steps, from any rows, in a forward pass; S, A, k and d are
-the sizes of a state, an action, a task and a memory.
+Letters: a trial is E episodes of one task; the memory has N slots, the transformer L layers. In
+shapes, a buffer has R rows (one per environment) of T steps; a forward pass takes M steps, from any
+rows; S, A, k and d are the sizes of a state, an action, a task and a memory.
 """
 
 import argparse
@@ -81,9 +80,10 @@ class UserError(Exception):
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
 #
-# The presets are tuned for one CPU core: one or two layers and, on MetaWorld, N = 40 and E = 1 (the
-# paper has E = 2). The paper's ablations (App. E) favour 4 to 8 layers and N = 5 on HalfCheetahVel,
-# more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is applied only once: try --layers 4.
+# The presets are tuned for one CPU core: two layers on HalfCheetahVel, one elsewhere and, on
+# MetaWorld, N = 40 and E = 1 (the paper has E = 2). The paper's ablations (App. E) favour 4 to 8
+# layers and N = 5 on HalfCheetahVel, more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is
+# applied only once, so nothing is refined recursively: try --layers 4.
 
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
@@ -105,8 +105,8 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # Not annotated, so these two are not fields. A baseline has its own presets, and it names the
-    # fields that are not flags of its command.
+    # Class attributes, not fields, because they have no annotation. A baseline overrides them: its
+    # presets, and the settings it does not use or fixes itself, which are not flags of its command.
     presets = PRESETS
     not_flags = ()
 
@@ -162,17 +162,18 @@ class Config:
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
 # The tasks of a family share a robot and differ in a hidden goal, which the agent must infer from
-# its rewards; on MetaWorld also in the objects and their places, which it sees. A batch of tasks is
-# one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode lengths of
-# half-cheetah and ant are those of the author's release, without the ant's tiny contact cost. Both
-# observe positions and velocities of their joints, as in Gymnasium, without contact forces.
+# its rewards. On MetaWorld they also differ in the objects and their places, which the agent sees.
+# A batch of tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode
+# lengths of half-cheetah and ant are those of the author's release, except that the ant has no
+# contact cost (it is tiny) and no reward for surviving a step in which it falls. Both observe
+# positions and velocities of their joints, as in Gymnasium, without contact forces.
 
 
 class TaskFamily(VectorEnv):
     """Environments of one family, stepped together: one for each of `tasks` (num_envs, k).
 
     To add a family, subclass it and define the following. super().__init__ calls sample_tasks or
-    fixed_tasks, so set what they need before it. Then pass train a function like make_tasks.
+    fixed_tasks, so set what they need before it. Then pass a function like make_tasks to train.
 
         sample_tasks(rng, n)   n random training tasks, (n, k)
         fixed_tasks(split, n)  n tasks of another split, (n, k)
@@ -184,8 +185,8 @@ class TaskFamily(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")  # "train" first; a run meta-tests all others
-    classes = ()  # names, if there are several kinds of tasks; tasks[:, 0] is then their index
+    splits = ("train", "test")  # in this order; a run is meta-tested on all but "train"
+    classes = ()  # names, if tasks come in classes; tasks[:, 0] is then the index of the class
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
 
@@ -263,7 +264,7 @@ class MujocoFamily(TaskFamily):
         # A simulation may diverge; MuJoCo then resets it, its clock included. Such a step is
         # undone: the body stays where it was and gets the reward of not moving.
         clock_reset = np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6
-        bounded = np.abs(after).max(axis=1) < 1e3  # false for NaN, too
+        bounded = np.abs(after).max(axis=1) < 1e3  # also false for NaN
         diverged = clock_reset | ~bounded
         after[diverged] = before[diverged]
         self.physics = after
@@ -357,7 +358,7 @@ class MetaWorldFamily(TaskFamily):
         self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
         # MetaWorld's episodes have 500 steps; our training uses 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
-        # In Reach the object plays no part, but its position reveals which of the 50 training goals
+        # In Reach the object is irrelevant, but its position reveals which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
         # Gaussian offset, drawn once per episode (std in m). The paper does not do this.
         self.object_noise = 0.1 if env == "ml1_reach" and split == "train" else 0.0
@@ -401,7 +402,7 @@ class MetaWorldFamily(TaskFamily):
             self.object_offset[i, 4:7] = self.object_offset[i, 22:25] = offset
 
     def advance(self, actions):
-        """MetaWorld is plain Python: step one environment after the other."""
+        """MetaWorld has no batched step: loop over the environments."""
         results = [arm.step(action) for arm, action in zip(self.arms, actions.astype(np.float32))]
         observations, rewards, _, _, infos = zip(*results)
         self.raw_observation = np.array(observations)
@@ -434,33 +435,34 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 
 # ---- 3. Working memory (Sec. 4.1; "Memory Write Logic" of Sec. 5.1) ------------------------------
 #
-# A token is the tuple (s, a, r, eta) of a step: s normalised, a clipped, r as received. phi, in
+# A token is the tuple (s, a, r, eta) of a step: s normalised, a clipped, r not scaled. phi, in
 # section 5, maps it to a working memory. At step t the agent sees the tokens of the last N steps, t
 # included. The action, reward and eta of step t are not known yet: they are PAD, that is, zero.
 #
-# eta is 1 at the last step of an episode (in the paper at a terminal state, here at the time limit,
-# too). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
+# eta is 1 at the last step of an episode (in the paper at a terminal state, here also at the time
+# limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
 # A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
 # as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
 # row. Where an episode terminates early (the ant falls), the next one begins at once in the same
-# row: a trial is always E * episode_length steps. What each ending does (with --keep-memory in
-# parentheses):
+# row: a trial is always E * episode_length steps. What each ending does to the memory and, in
+# section 7, to PPO (with --keep-memory in parentheses):
 #
-#                      eta   memory           PPO trajectory     value that follows
+#                      eta   memory           PPO trajectory     next value
 #     terminated       1     cleared (kept)   ends               0
-#     time limit       1     cleared (kept)   ends (continues)   of s_{t+1} (of the next episode)
-#     end of the row   -     -                ends               of s_{t+1}
+#     time limit       1     cleared (kept)   ends (continues)   V(s_{t+1}) (V of the first state
+#                                                                of the next episode)
+#     end of the row   as above               ends               V(s_{t+1}), or 0 if terminated
 #
 # What is kept matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
 
 class Buffer:
-    """B of Algorithm 1: R rows of T steps on the generator's device, filled step by step.
+    """B of Algorithm 1: R rows of T steps, filled step by step.
 
-    `window` gathers the tokens that a step sees, so every step is stored only once. The generator
-    draws the noise of sampled actions.
+    Every step is stored once: `window` gathers the tokens that the agent sees. `generator` draws
+    the noise of sampled actions, and its device is that of the buffer.
     """
 
     def __init__(self, R, T, sizes, generator):
@@ -474,15 +476,15 @@ class Buffer:
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # step t sees nothing older
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # at step t, nothing older is seen
 
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance, so that an action depends only on its
-        # step, not on how often the agent is asked.
+        # step: calling Player.act twice gives the same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
-        self.action = zeros(R, T, A)  # not clipped; log_prob is that of this one
+        self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
@@ -491,7 +493,7 @@ class Buffer:
         self.trajectory_ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 if terminated
 
-        # What the environment reports besides: arrays (R, T) such as success and x_velocity.
+        # Whatever else the environment reports: arrays (R, T) such as success and x_velocity.
         self.info = {}
 
         # For baselines: the task (R, k), and what they remember instead of tokens.
@@ -524,7 +526,7 @@ class Buffer:
 
 
 def window(buffer, row, t, N):
-    """The tokens that step t[m] of row row[m] sees. Acting and learning both call this.
+    """The tokens that the agent sees at step t[m] of row row[m], for acting and for learning.
 
     row, t: (M,). Returns tokens (M, N, S + A + 2), oldest first, and the current step's slot (M,).
     Algorithm 1 pads on the left, has no mask for the padding, and reads the last slot. We fill the
@@ -619,7 +621,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(L))
         self.layers.apply(xavier)
-        if tfixup:  # phi, the input embedding, follows in TrMRL
+        if tfixup:  # phi, the input embedding, is initialised in TrMRL
             for layer in self.layers:
                 # 0.67 L^(-1/4); the paper writes N for L. Sec. 3.3 says "the linear projection
                 # matrices"; the T-Fixup paper excludes queries and keys.
@@ -635,8 +637,8 @@ class Transformer(nn.Module):
         for layer in self.layers[:-1]:
             e = layer(e, e, causal)  # e^1 ... e^(L-1)
 
-        # The policy reads the current slot only, so the last layer refines no other slot: the same
-        # result for less work.
+        # The policy reads the current slot only, so the last layer refines no other slot. This is
+        # e = layer(e, e, causal), then e[m, current_slot[m]], for less work.
         query = e[torch.arange(M, device=e.device), current_slot][:, None]  # (M, 1, d)
         visible = causal[current_slot][:, None, None]  # (M, 1, 1, N)
         return self.layers[-1](query, e, visible)[:, 0]
@@ -651,7 +653,7 @@ class Transformer(nn.Module):
 
 
 def moments(x):
-    """Mean and variance of the rows of x (M, size), across all processes."""
+    """Mean and variance of the rows of x (M, size); with torchrun, across all processes."""
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
     var = sum_over_processes((x - mean).square().sum(dim=0)) / n
@@ -703,7 +705,7 @@ def gaussian_log_prob(mean, log_std, action):
 
 
 class Agent(nn.Module):
-    """What the rest of this file asks of an agent:
+    """The interface on which the rest of this file relies:
 
         new_buffer(rows, steps, generator)    an empty buffer
         act(buffer, t, sample)                action, log_prob and value of step t of all rows
@@ -718,7 +720,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # the one behind the test score; later if an agent adapts between episodes
+    scored_episode = 1  # its return is the test score; later if an agent adapts between episodes
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -816,6 +818,7 @@ class Player:
             player.observe(observation, reward, terminated, truncated)
 
     It plays at most max_steps steps. Where an episode ends early, reset as `collect` does below.
+    The example takes mean actions; on MetaWorld, meta-tests use act(observation, sample=True).
     """
 
     def __init__(self, agent, num_envs, max_steps=10_000, seed=0):
@@ -893,8 +896,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # one trajectory. Ours end as in the table of section 3: once the memory is cleared, later rewards
 # no longer depend on earlier actions. With --keep-memory they are the paper's, except that they end
 # where an episode terminates, and that we bootstrap after the last episode. Also ours: GAE, scaled
-# rewards, standardised advantages, the weight 0.5 of the value loss, no entropy bonus, gradient
-# clipping, falling learning rates, and a separate one for the value head.
+# rewards, standardised advantages, a value loss of weight 0.5, no entropy bonus, gradient clipping,
+# linearly decaying learning rates, and a separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -929,7 +932,7 @@ def advantages_and_targets(agent, buffer):
 
 
 def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
-    """The clipped objective over M steps, and metrics."""
+    """The loss of PPO over M steps (clipped objective and value error), and metrics."""
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
@@ -938,7 +941,7 @@ def ppo_loss(log_prob, value, old_log_prob, advantage, value_target, clip):
     metrics = {
         "policy_loss": policy_loss.detach(),
         "value_loss": value_loss.detach(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().detach(),  # KL(old, new), from samples
+        "approx_kl": (ratio - 1 - log_ratio).mean().detach(),  # an estimate of KL(old || new)
         "clip_fraction": (ratio != clipped).float().mean(),
     }
     return policy_loss + 0.5 * value_loss, metrics
@@ -965,8 +968,9 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old, adv, target = (x[row, t] for x in (buffer.log_prob, advantage, value_target))
-            loss, metrics = ppo_loss(log_prob, value, old, adv, target, agent.config.clip)
+            old_log_prob = buffer.log_prob[row, t]
+            targets = advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
@@ -1023,7 +1027,8 @@ def train_iteration(run):
     steps = config.episodes_per_row * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
-    # Learn from them. Learning rates fall linearly; parameter_groups has the initial ones.
+    # Learn from them. The learning rates follow from the iteration, so resuming needs no more
+    # state; parameter_groups has the initial ones.
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
         group["lr"] = lr_factor * initial["lr"]
@@ -1071,7 +1076,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 checks: the others might see the folder that it has just created.
     if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return finish(Run(folder, config, make_tasks, agent_class))
+    return execute(Run(folder, config, make_tasks, agent_class))
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1091,17 +1096,17 @@ class Run:
 
     def __init__(self, folder, config, make_tasks, agent_class):
         check_config(config)
-        torch.set_num_threads(config.threads or os.cpu_count())  # make_tasks uses it, too
+        torch.set_num_threads(config.threads or os.cpu_count())  # also read by make_tasks
         device = pick_device(config.device)
         join_processes(device)
         # Save what is really used, not "auto" or 0.
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
         # The environments of this process, one for each row.
-        tasks = config.num_tasks // WORLD_SIZE
-        self.envs = make_tasks(config.env, tasks * config.rows_per_task, config.seed, "train")
+        num_tasks = config.num_tasks // WORLD_SIZE
+        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
         # Fail here, not in the first iteration, if the family cannot draw this many tasks.
-        self.envs.sample_tasks(np.random.default_rng(0), tasks)
+        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1117,9 +1122,9 @@ class Run:
         self.folder = self.agent.folder = Path(folder)
         self.iteration = 0
         self.total_iterations = math.ceil(config.total_steps / self.steps_per_iteration)
-        self.total_steps = self.total_iterations * self.steps_per_iteration
+        self.planned_steps = self.total_iterations * self.steps_per_iteration  # rounded up
         self.seconds = self.cpu_seconds = 0.0
-        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts; the checkpoint has them, too
+        self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts; also in the checkpoint
         self.test_score = "-"  # as text
         self.test_table = ""
 
@@ -1163,8 +1168,8 @@ class Run:
             os.replace(temporary, self.folder / name)
 
 
-def finish(run):
-    """Train until the run is finished; if it is interrupted, say how to continue it."""
+def execute(run):
+    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
     try:
         if RANK == 0:
             print_header(run)
@@ -1182,7 +1187,7 @@ def finish(run):
 
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes`: another device or number of threads."""
+    """Continue a run from its checkpoint; `changes` may set device and threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
     run.agent.load_state_dict(saved["weights"])
@@ -1191,7 +1196,7 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_fields:
         setattr(run, name, saved[name])
     if not run.finished:
-        return finish(run)
+        return execute(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
@@ -1244,7 +1249,7 @@ def score_text(returns, success):
 
 def results_table(returns, success, envs):
     """The result of a meta-test: a line per episode, then one per class if there are several."""
-    # Indices into (tasks, episodes): a column, or the rows of a class.
+    # Indices into (tasks, episodes): a column (one episode) or rows (one class).
     selections = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
         selections |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
@@ -1277,7 +1282,7 @@ def csv_text(rows, header):
 def print_header(run):
     """What runs, where, and into which folder."""
     agent, config = run.agent, run.agent.config
-    asked, total = config.total_steps, run.total_steps
+    asked, total = config.total_steps, run.planned_steps
     rounded = f" ({asked:,} rounded up)" if total > asked else ""
     print(f"{agent.name} on {config.env}: {total:,} steps{rounded} into {run.folder}")
     print(f"{config.device}, threads: {config.threads}, processes: {WORLD_SIZE}", flush=True)
@@ -1300,8 +1305,8 @@ def save_and_report(run, buffer, metrics, speed):
     run.save()
 
     # A live line in a terminal, plain lines in a pipe.
-    minutes, seconds = divmod(int((run.total_steps / step - 1) * run.seconds), 60)
-    line = f"{step / 1e6:.3f}/{run.total_steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
+    minutes, seconds = divmod(int((run.planned_steps / step - 1) * run.seconds), 60)
+    line = f"{step / 1e6:.3f}/{run.planned_steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
     line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
     line += f"train {score_text(returns, success)}"
     if sys.stdout.isatty():
@@ -1317,7 +1322,7 @@ def save_and_report(run, buffer, metrics, speed):
 #
 # With torchrun each process takes its share of the tasks and of every minibatch. Gradients are
 # averaged and statistics merged, so that all processes keep the same weights. Without torchrun,
-# sums over processes do nothing.
+# sum_over_processes(x) is x.
 
 
 def pick_device(name):
@@ -1354,7 +1359,7 @@ def sum_over_processes(x):
 
 # ---- 12. Command line ----------------------------------------------------------------------------
 #
-# Flags come from the fields of Config. What the user can fix is one line, without a traceback.
+# Flags come from the fields of Config. An error the user can fix is one line, without a traceback.
 
 
 def did_you_mean(name, names):

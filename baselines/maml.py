@@ -11,13 +11,18 @@ a given KL divergence.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests. The paper gathers 20 episodes for an inner step. Here
-a trial is all there is of a task, so E - 1 episodes, by default two, must do. Also different: 64
-tanh units (the paper: 100 ReLU), GAE with another baseline (see Advantages), probability ratios in
-the inner step, a larger KL bound (0.05; the paper: 0.01) and more damping.
+samples while it explores, also in meta-tests. As in the paper, the outer gradient gives no credit
+to exploring actions for what they reveal.
 
-Shapes: R rows of T steps, each a trial of one task; M steps of all rows; S and A are the sizes of a
-state and an action; P weights of the policy, with log_std, as one vector; D features; C columns.
+Differences from the paper: it gathers 20 episodes for an inner step, whereas ours must do with the
+E - 1 exploring episodes of one trial, two by default. We have 64 tanh units (the paper: 100 ReLU),
+the presets' gamma, normalised states, GAE with another baseline (see Advantages), advantages
+standardised in each task, probability ratios in the inner step, a larger KL bound (0.05; the paper:
+0.01) and more damping.
+
+Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
+columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
+log_std included, as one vector; D features of the value baseline.
 """
 
 import sys
@@ -38,7 +43,7 @@ DAMPING = 0.3  # added to the diagonal of the Hessian
 FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 # TRPO, not Adam, changes the weights, so lr is 0. A policy gradient is noisy: on the half-cheetah
-# we take more steps, explore more and raise lambda.
+# we take more steps, explore more and have a higher lambda than TrMRL.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -51,7 +56,9 @@ class Config(trmrl.Config):
     not_flags += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
+    # There is no memory to keep: this puts the E episodes of a trial into one row.
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
+    # As in trmrl.Config, but in another group of --help.
     gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
     gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
     inner_lr: float = setting("MAML", 0.1, "alpha, size of the inner step", high=1000)
@@ -59,14 +66,17 @@ class Config(trmrl.Config):
 
 
 # ---- Policy and agent ----------------------------------------------------------------------------
+#
+# A trial has two phases: exploring, then adapted. Phase, at the end of this file, selects the steps
+# of one of them from a buffer, and Phase.to_samples computes their advantages.
 
 
 class Samples(NamedTuple):
-    """What a policy gradient needs of the exploring or of the adapted steps of R rows.
+    """The steps of one phase of R rows, as a policy gradient needs them.
 
-    Episodes may end early, so these steps may be in other columns in other rows. The C columns that
-    any row needs are kept; the weight is 0 where a row does not need them. Within vmap, the leading
-    R is absent.
+    Episodes may end early, so a phase may cover different columns in different rows. We keep the C
+    columns that any row uses; where a row does not use one of them, its weight is 0. Inside vmap,
+    which maps a function over the rows of every tensor here, the leading R is absent.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -80,8 +90,8 @@ def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
     At pi = pi_old, A(s, a) log pi(a | s) has the same gradient. But the outer step differentiates
-    this gradient once more, and log pi ignores that the weights also decide which actions are
-    sampled; the ratio keeps most of that (Rothfuss et al. 2019).
+    this gradient once more, and then A log pi lacks the term A grad log pi (grad log pi)^T of the
+    Hessian of the expected return. The ratio has it (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -90,7 +100,7 @@ def surrogate(mean, log_std, samples):
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
     """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
-    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2  # about new_mean
     kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
     return (samples.weight * kl.sum(dim=-1)).sum()
 
@@ -109,9 +119,8 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         del self.value_head  # the baseline is linear
-        self.register_buffer(
-            "betas", torch.zeros(2, 3 * S + 4)
-        )  # (2, D), see Phase.features: exploring, adapted
+        # Weights of the value baselines (see Phase.features): exploring and adapted, (2, D).
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
     @property
     def theta(self):
@@ -121,10 +130,10 @@ class MAML(trmrl.Agent):
     def policy_of(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
         # parameters() yields log_std first, then those of the policy head.
-        log_std, *parts = weights.split([p.numel() for p in self.parameters()])
-        named = zip(self.policy_head.named_parameters(), parts)
-        head = {name: part.view_as(p) for (name, p), part in named}
-        return functional_call(self.policy_head, head, (state,)), log_std
+        log_std, *head = weights.split([p.numel() for p in self.parameters()])
+        pairs = zip(self.policy_head.named_parameters(), head)
+        named_weights = {name: part.view_as(p) for (name, p), part in pairs}
+        return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def adapt(self, theta, samples):
         """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
@@ -146,13 +155,13 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration has just ended. (At t = 0 the index t - 1
-        # wraps around, but no row is that far.) Phase is at the end of this file.
-        adapts = (episode == exploring_episodes) & (buffer.eta[:, t - 1] > 0)
-        if adapts.any():
-            exploring = Phase(buffer, adapts, mask=torch.ones_like(done[adapts]))
+        # The inner step of the rows whose exploration ended with the previous step: all their steps
+        # so far are exploring ones.
+        adapts_now = (episode == exploring_episodes) & done[:, -1:].any(dim=1)
+        if adapts_now.any():
+            exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
             inner_samples = exploring.to_samples(self.betas[0], self.config)
-            buffer.stored["weights"][adapts] = self.adapt(self.theta, inner_samples)
+            buffer.stored["weights"][adapts_now] = self.adapt(self.theta, inner_samples)
 
         mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < exploring_episodes) | sample
@@ -164,9 +173,9 @@ class MAML(trmrl.Agent):
         config = self.config
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < config.episodes_per_trial - 1
-        exploring = Phase(buffer, slice(None), mask=explores)  # all rows
-        adapted = Phase(buffer, slice(None), mask=~explores)
+        is_exploring = episode < config.episodes_per_trial - 1  # (R, T)
+        exploring = Phase(buffer, slice(None), mask=is_exploring)  # all rows
+        adapted = Phase(buffer, slice(None), mask=~is_exploring)
         inner_samples = exploring.to_samples(self.betas[0], config)
         outer_samples = adapted.to_samples(self.betas[1], config)
 
@@ -176,7 +185,7 @@ class MAML(trmrl.Agent):
             """Mean (R, C, A) and log_std (R, A)."""
             return vmap(self.policy_of)(self.adapt(theta, inner_samples), outer_samples.state)
 
-        old = adapted_policies(self.theta)
+        old_policies = adapted_policies(self.theta)
 
         def objective(theta):
             """The surrogate of what the adapted policies earn, averaged over tasks."""
@@ -184,7 +193,9 @@ class MAML(trmrl.Agent):
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(kl_divergence)(*old, *adapted_policies(theta), outer_samples).mean()
+            return vmap(kl_divergence)(
+                *old_policies, *adapted_policies(theta), outer_samples
+            ).mean()
 
         theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(theta, self.parameters())
@@ -203,7 +214,7 @@ class MAML(trmrl.Agent):
         }
 
     def parameter_groups(self):
-        """A Run wants an optimizer; this one takes no step."""
+        """A Run needs an optimizer; this one takes no step."""
         return [dict(params=list(self.parameters()), lr=self.config.lr)]
 
 
@@ -217,9 +228,9 @@ def conjugate_gradients(product, b):
     residual_square = residual.dot(residual)
     for _ in range(CG_ITERATIONS):
         H_direction = product(direction)
-        size = residual_square / (direction.dot(H_direction) + 1e-20)
-        x = x + size * direction
-        residual = residual - size * H_direction
+        step_size = residual_square / (direction.dot(H_direction) + 1e-20)
+        x = x + step_size * direction
+        residual = residual - step_size * H_direction
         old_square = residual_square
         residual_square = residual.dot(residual)
         direction = residual + residual_square / (old_square + 1e-20) * direction
@@ -229,10 +240,11 @@ def conjugate_gradients(product, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl: the new theta and metrics.
 
-    Near theta the objective grows by g.x and the KL divergence by x.Hx / 2, where g is the gradient
-    of the former and H the (damped) Hessian of the latter. Within the bound the best x is
+    A small step x raises the objective by about g.x and the KL divergence by x.Hx / 2, where g is
+    the gradient of the former and H the Hessian of the latter, here with DAMPING added to its
+    diagonal, which shortens the step. Within the bound the best x is
     sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate gradients
-    need its products with vectors only.
+    need only its products with vectors.
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
@@ -257,8 +269,9 @@ def trpo_step(objective, kl, theta, max_kl):
 # Details, which you can skip at first. The value baseline is linear, as in "Benchmarking Deep RL
 # for Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
 # Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
-# batch. The mean reward of these steps tells it the task: what a velocity is worth, say, depends on
-# the task. This biases the gradient slightly, since the mean reward depends on the actions.
+# batch. As a hint of the task, its features include the state times the mean reward of the phase: a
+# velocity, say, is worth more in one task than in another. Since the mean reward depends on the
+# actions, this biases the gradient slightly.
 
 
 class Phase:
@@ -286,16 +299,16 @@ class Phase:
         began[:, 0] = 0
         time = (t - began)[..., None] / 100
 
-        of_task = self.mean_reward[..., None] * self.state
-        of_time = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, of_task, *of_time], dim=-1)
+        task_hint = self.mean_reward[..., None] * self.state
+        time_features = [time, time**2, time**3, torch.ones_like(time)]
+        return torch.cat([self.state, self.state**2, task_hint, *time_features], dim=-1)
 
     def advantages(self, beta, gamma, lam):
         """GAE with the baseline whose weights are beta (D,): (R, T)."""
         # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit s_{t+1} is not in the
-        # row, and V(s_t) stands in.
+        # Where an episode terminates, the next value is 0. At a time limit and at the end of the
+        # row, we take V(s_t) for V(s_{t+1}).
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)

@@ -20,13 +20,15 @@ The main differences from the paper:
   are drawn from the whole replay, recent ones more often.
 - A transition of the context is (s, a, r), without the next state, as in the authors' code.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
-  300 units. Ours: 16 tasks with 32 transitions, 128 units, and the presets' gamma, not 0.99.
-- SAC has target Q functions and no value function, as in its later version, but a fixed alpha.
-  Observations are normalised, and rewards are scaled so that Q is about 1: hence the KL divergence
-  has the weight 2e-5 (theirs: 0.1). One Adam serves encoder, critics and policy.
+  three layers of 300 units. Ours: 16 tasks with 32 transitions, two layers of 128 units. Learning
+  rates, gamma and the rate of the target networks differ, too, and gradients are clipped.
+- SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
+  "Algorithms and Applications"), but a fixed alpha. Observations are normalised, and rewards are
+  scaled so that Q is about 1. The KL divergence, here a mean over tasks, has the weight 2e-5 (in
+  the authors' code 0.1, of a sum, and unscaled Q). One Adam serves encoder, critics and policy.
 
-Shapes: M tasks with B transitions each, and C transitions of context; S, A and Z are the sizes of a
-state, an action and z; R rows of T steps per iteration; the replay keeps the last K iterations.
+Shapes: M (here) tasks with B transitions each, and C transitions of context; S, A and Z are the
+sizes of a state, an action and z; R rows of T steps per iteration, of which the replay keeps K.
 """
 
 import copy
@@ -68,7 +70,7 @@ class Config(trmrl.Config):
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
-    entropy_weight: float = setting("SAC", 0.1, "alpha, if rewards had root mean square 1")
+    entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "tau, how fast targets follow", low=1e-6, high=1)
     lr: float = setting("SAC", None, "learning rate of Adam", high=1)
@@ -95,7 +97,7 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    scored_episode = 3  # its z comes from two episodes
+    scored_episode = 3  # its z comes from two episodes, as in the paper
 
     def __init__(self, config, sizes):
         if trmrl.WORLD_SIZE > 1:
@@ -105,8 +107,8 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        # The heads of Agent are for PPO. SAC has Q functions instead of a value, and a standard
-        # deviation that depends on the state.
+        # The heads of Agent, of size memory_size, are for PPO. SAC has Q functions instead of a
+        # value, and a standard deviation that depends on the state.
         del self.value_head, self.log_std
         self.encoder = network(S + A + 1, hidden, 2 * Z)
         self.policy_head = network(S + Z, hidden, 2 * A)
@@ -118,7 +120,7 @@ class PEARL(trmrl.Agent):
 
     def parameter_groups(self):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # Adam's usual eps
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # Adam's default; PPO has 1e-5
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
@@ -157,7 +159,7 @@ class PEARL(trmrl.Agent):
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
     def new_buffer(self, rows, steps, generator):
-        """z[:, t] is the z of step t; where an episode begins, it is drawn with z_noise[:, t]."""
+        """z[:, t] is the z of step t. Its noise is drawn in advance, like that of actions."""
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
         buffer.stored["z"] = z
@@ -174,7 +176,7 @@ class PEARL(trmrl.Agent):
             z[:, t] = z[:, t - 1]
             begins = buffer.eta[:, t - 1] > 0
         if begins.any():
-            past = (buffer.state, buffer.clipped_action, buffer.reward)
+            past = (buffer.state, buffer.clipped_action, buffer.reward)  # tanh: none was clipped
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
@@ -212,8 +214,8 @@ class PEARL(trmrl.Agent):
         state, action, reward, terminated, timed_out = self.unpack(batch)
         next_state, *_ = self.unpack(next_batch)
 
-        # A constant reward r is worth r / (1 - gamma), so r (here, not in the encoder) and alpha
-        # are scaled by 1 - gamma.
+        # Rewards of root mean square 1, as the encoder sees them, times 1 - gamma: Q is then about
+        # 1, since a constant reward r is worth r / (1 - gamma). alpha is scaled with them.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
@@ -231,13 +233,14 @@ class PEARL(trmrl.Agent):
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * log_prob)
 
-        # The critics' error trains the encoder, too, by way of z. At a time limit the next state is
-        # that of the next episode: there is no target, and the error counts as 0.
+        # The critics' error also trains the encoder, through z. After a time limit the replay holds
+        # the first state of the next episode, not s': such a step has no target, and no error.
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the critics are frozen while the graph is built.
+        # policy alone: z is detached, and the critics, whose own loss has its graph already, are
+        # frozen while that of the policy is built.
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))
@@ -253,9 +256,9 @@ class PEARL(trmrl.Agent):
     def remember(self, buffer):
         """Add trials to the replay. After --resume, the replay is first read from its file."""
         timed_out = buffer.eta * ~buffer.terminated
-        others = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
-        others = F.pad(others, (0, 0, 0, 1))  # after the last step there is only an observation
-        trials = torch.cat([buffer.observation, buffer.clipped_action, others], dim=-1)
+        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
+        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
+        trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)
             capacity = math.ceil(size / buffer.reward.numel())  # in iterations
@@ -269,14 +272,15 @@ class PEARL(trmrl.Agent):
     def unpack(self, steps):
         """State, action, reward, terminated and timed_out of steps of the replay."""
         S, A, _ = self.sizes
-        observation, action, *others = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in others)
+        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
 
 
 # ---- Replay --------------------------------------------------------------------------------------
 #
-# Every iteration appends its trials to a file in the run folder. The checkpoint knows how many
-# iterations the file has, so a crash does no harm: what comes after them is cut off.
+# Machinery, which you can skip, but for `sample`. Every iteration appends its trials to a file in
+# the run folder. The checkpoint knows how many iterations the file has, so a crash of the program
+# does no harm: what comes after them is cut off.
 
 
 class Replay:
@@ -320,11 +324,11 @@ class Replay:
         slot = (self.iterations - 1 - age) % K
         row = (uniform(M, 1) * R).long()
 
-        # A context comes from the first 1, 2, ... or E - 1 episodes: what the agent knows when it
-        # begins the next one, if none ended early. (If E is 1, from the only one.) But these are
-        # only C random steps, so the posterior is wider than when acting.
-        episodes = 1 + (uniform(M, 1) * (E - 1)).long()
-        t_context = (uniform(M, C) * episodes * T / E).long()
+        # A context is C random steps of the first 1, 2, ... or E - 1 episodes (counted as if none
+        # ended early; of the only one if E is 1). The agent acts on all steps of these episodes, so
+        # its posterior is narrower than those that it learns from.
+        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
+        t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()
         return tuple(self.trials[slot, row, step] for step in (t_context, t, t + 1))
 
