@@ -6,10 +6,10 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent adapts to a new task within an episode, while its weights stay frozen. It
-encodes each step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode
-flag. A causal transformer refines the last N of them, layer by layer, into the episodic memory of
-the current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
+The agent adapts to a new task within an episode, while its weights stay frozen. It encodes each
+step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
+causal transformer refines the last N of them, layer by layer, into the episodic memory of the
+current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
 initialisation lets it train without layer normalisation or warm-up.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
@@ -18,7 +18,8 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Sections 2 to 9 follow the paper. The last three are machinery, which you can skip at first.
+Section 1 is settings, 2 to 9 follow the paper, and the last three are machinery, which you can skip
+at first.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -36,8 +37,9 @@ Sections 2 to 9 follow the paper. The last three are machinery, which you can sk
 Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
 Letters: a trial is E episodes of one task; the memory has N slots, the transformer L layers. In
-shapes, a buffer has R rows (one per environment) of T steps; a forward pass takes M steps, from any
-rows; S, A, k and d are the sizes of a state, an action, a task and a memory.
+shapes, a buffer has R rows (one per environment) of T steps; a forward pass computes M decisions,
+each at a step t[m] of a row row[m]; S, A, k and d are the sizes of a state, an action, a task and a
+memory.
 """
 
 import argparse
@@ -53,6 +55,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 
 import gymnasium
@@ -150,12 +153,12 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """Rows of the buffer (section 3) per task: one per episode, or one with --keep-memory."""
+        """Rows of the buffer (section 3) per task: E, or one with --keep-memory."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
     @property
     def episodes_per_row(self):
-        """Episodes that follow each other in a row: one, or all E with --keep-memory."""
+        """Episodes that follow each other in a row: one, or E with --keep-memory."""
         return self.episodes_per_trial if self.keep_memory else 1
 
 
@@ -356,7 +359,7 @@ class MetaWorldFamily(TaskFamily):
 
     def __init__(self, env, num_envs, seed=0, split="train"):
         self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
-        # MetaWorld's episodes have 500 steps; our training uses 300, to see more tasks.
+        # MetaWorld's episodes have 500 steps; ours of the training split 300, to see more tasks.
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object is irrelevant, but its position reveals which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
@@ -443,19 +446,11 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
-# A trial is E episodes of one task. Since episodes share no memory, they are played side by side,
-# as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each other in one
-# row. Where an episode terminates early (the ant falls), the next one begins at once in the same
-# row: a trial is always E * episode_length steps. What each ending does to the memory and, in
-# section 7, to PPO (with --keep-memory in parentheses):
-#
-#                      eta   memory           PPO trajectory     next value
-#     terminated       1     cleared (kept)   ends               0
-#     time limit       1     cleared (kept)   ends (continues)   V(s_{t+1}) (V of the first state
-#                                                                of the next episode)
-#     end of the row   as above               ends               V(s_{t+1}), or 0 if terminated
-#
-# What is kept matters only in the first N - 1 steps of an episode: the agent sees N steps.
+# A trial is E episodes of one task. Since they share no memory, they are played side by side, as E
+# rows of the buffer: E = 2 and 20 tasks are 40 independent episodes. In a meta-test, and
+# with --keep-memory, they follow each other in one row. Where an episode terminates early (the ant
+# falls), the next one begins at once in the same row: a trial is always E * episode_length steps.
+# A kept memory matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
 
 class Buffer:
@@ -488,7 +483,7 @@ class Buffer:
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a PPO trajectory ends (the table above).
+        # Where a PPO trajectory ends (the table of section 7).
         self.terminated = zeros(R, T, dtype=torch.bool)
         self.trajectory_ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 if terminated
@@ -496,7 +491,7 @@ class Buffer:
         # Whatever else the environment reports: arrays (R, T) such as success and x_velocity.
         self.info = {}
 
-        # For baselines: the task (R, k), and what they remember instead of tokens.
+        # For baselines: the task (R, k), and what they remember, such as a hidden state.
         self.task = None
         self.stored = {}
 
@@ -542,11 +537,13 @@ def window(buffer, row, t, N):
     oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
     current_slot = t - oldest
     slot = torch.arange(N, device=t.device)
-    step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
+    step = torch.minimum(
+        oldest[:, None] + slot, t[:, None]
+    )  # an empty slot repeats t: it is hidden
     tokens = buffer.token[row[:, None], step]
 
-    # PAD: blank the action, reward and eta of the current step (and of empty slots, although they
-    # are hidden). Indexing has made a copy: the buffer keeps them.
+    # PAD: blank the action, reward and eta of the current step (and of empty slots). Indexing has
+    # made a copy: the buffer keeps them.
     S = buffer.state.shape[-1]
     blank = slot >= current_slot[:, None]
     tokens[..., S:].masked_fill_(blank[..., None], 0.0)
@@ -720,7 +717,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # its return is the test score; later if an agent adapts between episodes
+    scored_episode = 1  # the test score is its return; later if an agent adapts between episodes
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -842,7 +839,11 @@ class Player:
 
     @torch.no_grad()
     def observe(self, observation, reward, terminated, truncated):
-        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset."""
+        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset.
+
+        The order matters: where a trajectory ends, the value of s_{t+1} is that of the agent that
+        still has its memory. Only then is eta_t written and the memory cleared.
+        """
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
@@ -851,8 +852,8 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # The table of section 3 says where a trajectory ends. The value of s_{t+1} is computed
-        # before eta_t is written and the memory cleared, as if the episode went on.
+        # Where a trajectory ends (see section 7), store the value of s_{t+1}: `act`, of which only
+        # the value is used, computes it as if the episode went on.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
@@ -893,11 +894,17 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Ours end as in the table of section 3: once the memory is cleared, later rewards
-# no longer depend on earlier actions. With --keep-memory they are the paper's, except that they end
-# where an episode terminates, and that we bootstrap after the last episode. Also ours: GAE, scaled
-# rewards, standardised advantages, a value loss of weight 0.5, no entropy bonus, gradient clipping,
-# linearly decaying learning rates, and a separate one for the value head.
+# one trajectory. Our trajectories end where the memory is cleared, because later rewards no longer
+# depend on earlier actions. V is the value that GAE uses after the last step of an episode:
+#
+#                   by default                 with --keep-memory
+#     terminated    ends, V = 0                ends, V = 0
+#     time limit    ends, V = value(s_{t+1})   continues, V = value(first state of the next episode)
+#
+# At the end of a row a trajectory ends as by default. Player.observe (section 6) notes all this.
+#
+# Also ours: GAE, scaled rewards, standardised advantages, a value loss of weight 0.5, no entropy
+# bonus, gradient clipping, linearly decaying learning rates, and a separate one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -974,7 +981,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Only now, so that the same statistics normalise a whole batch (the first: mean 0, variance 1).
+    # Between batches, so that a batch has one normalisation (the first: mean 0, variance 1).
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1027,8 +1034,8 @@ def train_iteration(run):
     steps = config.episodes_per_row * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
-    # Learn from them. The learning rates follow from the iteration, so resuming needs no more
-    # state; parameter_groups has the initial ones.
+    # Learn from them. The learning rates are computed from the iteration, not stored;
+    # parameter_groups has the initial ones.
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
         group["lr"] = lr_factor * initial["lr"]
@@ -1061,7 +1068,7 @@ def train_until_finished(run):
     while not run.finished:
         began, cpu_began = time.monotonic(), time.process_time()
         buffer, metrics = train_iteration(run)
-        if RANK == 0:  # the other processes wait for this one in their next sum
+        if RANK == 0:  # the other processes wait for this one in their next sum_over_processes
             speed = run.steps_per_iteration / (time.monotonic() - began)  # without the meta-test
             if run.iteration % run.agent.config.eval_every == 0 or run.finished:
                 meta_test_splits(run)
@@ -1077,6 +1084,24 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
     return execute(Run(folder, config, make_tasks, agent_class))
+
+
+def execute(run):
+    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        train_until_finished(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise OSError(f"{error}; {run.resume_hint}") from None
+    return run.agent
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1166,24 +1191,6 @@ class Run:
             temporary = self.folder / f"{name}.part"
             temporary.write_bytes(file.getvalue())
             os.replace(temporary, self.folder / name)
-
-
-def execute(run):
-    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
-    try:
-        if RANK == 0:
-            print_header(run)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        train_until_finished(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
-    return run.agent
 
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
@@ -1343,7 +1350,9 @@ def join_processes(device):
     if WORLD_SIZE > 1 and not dist.is_initialized():
         # Imports the compiler. Adam would do so later, which may crash Python on exit.
         torch.compiler.reset()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # The others wait while process 0 meta-tests, which can take longer than NCCL's default.
+        patience = timedelta(hours=2)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

@@ -11,14 +11,15 @@ a given KL divergence.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests. As in the paper, the outer gradient gives no credit
-to exploring actions for what they reveal.
+samples while it explores, also in meta-tests. As in the paper, the outer gradient takes the
+explored steps as given: exploring actions get no credit for what they reveal.
 
-Differences from the paper: it gathers 20 episodes for an inner step, whereas ours must do with the
-E - 1 exploring episodes of one trial, two by default. We have 64 tanh units (the paper: 100 ReLU),
-the presets' gamma, normalised states, GAE with another baseline (see Advantages), advantages
-standardised in each task, probability ratios in the inner step, a larger KL bound (0.05; the paper:
-0.01) and more damping.
+Differences from the paper: it gathers 20 episodes of a task for the inner step and 20 for the outer
+one; ours must do with one trial, the E - 1 exploring episodes (two by default) and the adapted one.
+We have 64 tanh units (the paper: 100 ReLU), 20 tasks per outer step, the presets' gamma, normalised
+states, GAE with another baseline (see Advantages), advantages standardised in each task,
+probability ratios in the inner step, and a larger KL bound and more damping than the authors' code.
+A meta-test takes one inner step, not several.
 
 Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
 columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
@@ -39,8 +40,8 @@ from trmrl import setting
 
 RIDGE = 1e-3  # of the linear value baseline
 CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # added to the diagonal of the Hessian
-FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
+DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
+STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 # TRPO, not Adam, changes the weights, so lr is 0. A policy gradient is noisy: on the half-cheetah
 # we take more steps, explore more and have a higher lambda than TrMRL.
@@ -67,16 +68,17 @@ class Config(trmrl.Config):
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# A trial has two phases: exploring, then adapted. Phase, at the end of this file, selects the steps
-# of one of them from a buffer, and Phase.to_samples computes their advantages.
+# A trial has two phases: exploring, then adapted. Phase(buffer, rows, mask), at the end of this
+# file, holds one of them: `rows` selects rows of the buffer, `mask` the steps of these rows. Its
+# method to_samples computes their advantages.
 
 
 class Samples(NamedTuple):
     """The steps of one phase of R rows, as a policy gradient needs them.
 
     Episodes may end early, so a phase may cover different columns in different rows. We keep the C
-    columns that any row uses; where a row does not use one of them, its weight is 0. Inside vmap,
-    which maps a function over the rows of every tensor here, the leading R is absent.
+    columns that at least one row uses; where a row does not use one of them, its weight is 0.
+    Inside vmap, which maps a function over the rows of every tensor here, the leading R is absent.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -89,9 +91,9 @@ class Samples(NamedTuple):
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old, A(s, a) log pi(a | s) has the same gradient. But the outer step differentiates
-    this gradient once more, and then A log pi lacks the term A grad log pi (grad log pi)^T of the
-    Hessian of the expected return. The ratio has it (Rothfuss et al. 2019).
+    At pi = pi_old, the gradient is that of A(s, a) log pi(a | s), but the second derivative, which
+    the outer step needs, is not. That of the ratio is grad^2 log pi + grad log pi (grad log pi)^T;
+    log pi lacks the second term (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -127,7 +129,7 @@ class MAML(trmrl.Agent):
         """The initial weights, (P,)."""
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
-    def policy_of(self, weights, state):
+    def policy(self, weights, state):
         """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
         # parameters() yields log_std first, then those of the policy head.
         log_std, *head = weights.split([p.numel() for p in self.parameters()])
@@ -139,9 +141,10 @@ class MAML(trmrl.Agent):
         """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
 
         def J(weights, row_samples):
-            return surrogate(*self.policy_of(weights, row_samples.state), row_samples)
+            return surrogate(*self.policy(weights, row_samples.state), row_samples)
 
-        # This grad works even where gradients are switched off, as when the agent acts.
+        # theta is shared (None), the samples are split by row (0). This grad works even where
+        # gradients are switched off, as when the agent acts.
         return theta + self.config.inner_lr * vmap(grad(J), in_dims=(None, 0))(theta, samples)
 
     def new_buffer(self, rows, steps, generator):
@@ -155,15 +158,15 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration ended with the previous step: all their steps
-        # so far are exploring ones.
+        # The inner step of the rows whose exploration ended with the previous step (there is none
+        # at t = 0, so not done[:, -1]). All their steps so far are exploring ones.
         adapts_now = (episode == exploring_episodes) & done[:, -1:].any(dim=1)
         if adapts_now.any():
             exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
             inner_samples = exploring.to_samples(self.betas[0], self.config)
             buffer.stored["weights"][adapts_now] = self.adapt(self.theta, inner_samples)
 
-        mean, log_std = vmap(self.policy_of)(buffer.stored["weights"], buffer.state[:, t])
+        mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
         noisy = (episode < exploring_episodes) | sample
         action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
@@ -183,7 +186,7 @@ class MAML(trmrl.Agent):
         # through it. At the present theta it gives the policies that acted.
         def adapted_policies(theta):
             """Mean (R, C, A) and log_std (R, A)."""
-            return vmap(self.policy_of)(self.adapt(theta, inner_samples), outer_samples.state)
+            return vmap(self.policy)(self.adapt(theta, inner_samples), outer_samples.state)
 
         old_policies = adapted_policies(self.theta)
 
@@ -255,7 +258,7 @@ def trpo_step(objective, kl, theta, max_kl):
 
     # Both approximations hold near theta only: shorten the step until it really is an improvement.
     before = objective(theta)
-    for fraction in FRACTIONS:
+    for fraction in STEP_FRACTIONS:
         candidate = theta + fraction * step
         gain = (objective(candidate) - before).item()
         distance = kl(candidate).item()
@@ -307,8 +310,8 @@ class Phase:
         """GAE with the baseline whose weights are beta (D,): (R, T)."""
         # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit and at the end of the
-        # row, we take V(s_t) for V(s_{t+1}).
+        # Where an episode terminates, the next value is 0. At a time limit, where the next state in
+        # the row is that of another episode, and at its end we take V(s_t) for V(s_{t+1}).
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)

@@ -16,8 +16,11 @@ The main differences from the paper:
 
 - The paper visits 100 fixed training tasks (half-cheetah) many times. It takes contexts from the
   recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
-  trial is all the data of its task: the context and the RL batch come from the same trial. Trials
-  are drawn from the whole replay, recent ones more often.
+  trial is all the data of its task: the context and the RL batch come from the same trial and may
+  overlap. Trials are drawn from the whole replay, recent ones more often.
+- Contexts in training are C = 64 random transitions, never none. The agent acts on all transitions
+  so far, so its posterior is narrower, and in its first episode on the prior, which only the KL
+  divergence relates to what it has learned.
 - A transition of the context is (s, a, r), without the next state, as in the authors' code.
 - The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
   three layers of 300 units. Ours: 16 tasks with 32 transitions, two layers of 128 units. Learning
@@ -27,8 +30,9 @@ The main differences from the paper:
   scaled so that Q is about 1. The KL divergence, here a mean over tasks, has the weight 2e-5 (in
   the authors' code 0.1, of a sum, and unscaled Q). One Adam serves encoder, critics and policy.
 
-Shapes: M (here) tasks with B transitions each, and C transitions of context; S, A and Z are the
-sizes of a state, an action and z; R rows of T steps per iteration, of which the replay keeps K.
+Shapes: M tasks (in trmrl.py M counts steps) with B transitions each, and C transitions of context;
+S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
+the replay keeps the last K iterations.
 """
 
 import copy
@@ -97,7 +101,7 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    scored_episode = 3  # its z comes from two episodes, as in the paper
+    scored_episode = 3  # whatever E is: its z comes from two episodes, as in the paper
 
     def __init__(self, config, sizes):
         if trmrl.WORLD_SIZE > 1:
@@ -107,20 +111,22 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, memory_size=S + Z)
-        # The heads of Agent, of size memory_size, are for PPO. SAC has Q functions instead of a
-        # value, and a standard deviation that depends on the state.
+        # Agent builds the heads of PPO. We replace its policy head and delete the rest: SAC has Q
+        # functions instead of a value, and a standard deviation that depends on the state.
         del self.value_head, self.log_std
         self.encoder = network(S + A + 1, hidden, 2 * Z)
         self.policy_head = network(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
-        # How many iterations the replay's file holds; the checkpoint has this number only.
+        # How many iterations the replay's file holds: this, not the replay, is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def parameter_groups(self):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]  # Adam's default; PPO has 1e-5
+        return [
+            dict(params=learned, lr=self.config.lr, eps=1e-8)
+        ]  # Adam's default; a Run sets 1e-5, for PPO
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
@@ -176,7 +182,7 @@ class PEARL(trmrl.Agent):
             z[:, t] = z[:, t - 1]
             begins = buffer.eta[:, t - 1] > 0
         if begins.any():
-            past = (buffer.state, buffer.clipped_action, buffer.reward)  # tanh: none was clipped
+            past = (buffer.state, buffer.clipped_action, buffer.reward)  # tanh is within [-1, 1]
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
@@ -214,8 +220,8 @@ class PEARL(trmrl.Agent):
         state, action, reward, terminated, timed_out = self.unpack(batch)
         next_state, *_ = self.unpack(next_batch)
 
-        # Rewards of root mean square 1, as the encoder sees them, times 1 - gamma: Q is then about
-        # 1, since a constant reward r is worth r / (1 - gamma). alpha is scaled with them.
+        # Scale rewards to root mean square 1, as for the encoder, then by 1 - gamma, so that Q is
+        # about 1: a constant reward r is worth r / (1 - gamma). alpha is scaled likewise.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
@@ -238,9 +244,9 @@ class PEARL(trmrl.Agent):
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
-        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the critics, whose own loss has its graph already, are
-        # frozen while that of the policy is built.
+        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss must train the
+        # policy alone, so z is detached, and the weights of the critics are constants in it. They
+        # still learn from critic_loss, computed above.
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))
@@ -262,7 +268,7 @@ class PEARL(trmrl.Agent):
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)
             capacity = math.ceil(size / buffer.reward.numel())  # in iterations
-            # ab+ reads anywhere and writes at the end. An agent that no run made has no folder.
+            # ab+ reads anywhere and writes at the end. Outside a run there is no folder.
             file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
             iterations = int(self.replay_iterations)
             self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
@@ -325,8 +331,7 @@ class Replay:
         row = (uniform(M, 1) * R).long()
 
         # A context is C random steps of the first 1, 2, ... or E - 1 episodes (counted as if none
-        # ended early; of the only one if E is 1). The agent acts on all steps of these episodes, so
-        # its posterior is narrower than those that it learns from.
+        # ended early; of the only one if E is 1).
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()

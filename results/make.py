@@ -103,23 +103,23 @@ def all_runs():
     yield from comparison("ml45_train", arms)
 
     cheetah = "--env halfcheetah_vel --total-steps 6e5"
-    reach = "--env ml1_reach --total-steps 4.8e5 --memory-length 5"
-    yield from ablation("default", {"default": ""}, cheetah, 4)
+    reach = "--env ml1_reach --total-steps 4.8e5"  # N = 40: with N = 5 it hardly adapts
+    yield from ablation("default", {"default": ""}, cheetah, 7)
     memory = {"n1": "--memory-length 1", "n25": "--memory-length 25"}
-    yield from ablation("memory", memory, cheetah, 8)
+    yield from ablation("memory", memory, cheetah, 12)
     layers = {"l1": "--layers 1", "l4": "--layers 4"}
     yield from ablation("layers", layers, cheetah, 8)
-    yield from ablation("heads", {"h1": "--heads 1", "h16": "--heads 16"}, cheetah, 5)
+    yield from ablation("heads", {"h1": "--heads 1", "h16": "--heads 16"}, cheetah, 7)
     off = "--no-tfixup"
-    yield from ablation("tfixup", {"off-l2": f"--layers 2 {off}"}, cheetah, 5)
+    yield from ablation("tfixup", {"off-l2": f"--layers 2 {off}"}, cheetah, 8)
     deep = {"on-l12": "--layers 12", "off-l12": f"--layers 12 {off}"}
     yield from ablation("tfixup", deep, cheetah, 40, seeds=one)
-    yield from ablation("default", {"reach-default": ""}, reach, 12, seeds=one)
-    lengths = {f"reach-n{n}": f"--memory-length {n}" for n in (1, 25, 50)}
-    yield from ablation("memory", lengths, reach, 15, seeds=one)
-    yield from ablation("layers", {"reach-l4": "--layers 4"}, reach, 15, seeds=one)
+    yield from ablation("default", {"reach-default": ""}, reach, 20, seeds=one)
+    lengths = {f"reach-n{n}": f"--memory-length {n}" for n in (1, 5, 25, 50)}
+    yield from ablation("memory", lengths, reach, 20, seeds=one)
+    yield from ablation("layers", {"reach-l4": "--layers 4"}, reach, 50, seeds=one)
     shallow = {"reach-on-l2": "--layers 2", "reach-off-l2": f"--layers 2 {off}"}
-    yield from ablation("tfixup", shallow, reach, 12, seeds=one)
+    yield from ablation("tfixup", shallow, reach, 30, seeds=one)
     yield from ablation("refinement", {"l4": "--layers 4"}, "--env halfcheetah_vel", 25)
 
 
