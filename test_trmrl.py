@@ -1617,6 +1617,7 @@ def test_an_environment_has_a_preset_and_help_shows_its_values(env):
     assert result.status == 0 and max(map(len, result.out.splitlines())) <= 100
     assert all(name in result.out for name in trmrl.ENVS)
     assert "python trmrl.py --eval runs/" in result.out
+    assert "Letters:" not in result.out  # the table of contents and what follows
     groups = {f.metadata["group"] for f in fields(trmrl.Config)}
     assert all(f"\n{group}:\n" in result.out for group in groups)
     text = " ".join(result.out.split("\nrun:\n")[1].split())

@@ -202,7 +202,7 @@ class TaskFamily(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
-        if split == "train":  # for --eval --split train; meta-training draws new ones
+        if split == "train":  # meta-training draws new ones in every iteration
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
             self.tasks = self.fixed_tasks(split, num_envs)
@@ -446,11 +446,11 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
-# A trial is E episodes of one task. Since they share no memory, they are played side by side, as E
-# rows of the buffer: E = 2 and 20 tasks are 40 independent episodes. In a meta-test, and
-# with --keep-memory, they follow each other in one row. Where an episode terminates early (the ant
-# falls), the next one begins at once in the same row: a trial is always E * episode_length steps.
-# A kept memory matters only in the first N - 1 steps of an episode: the agent sees N steps.
+# A trial is E episodes of one task. By default nothing passes from one to the next, so E only sets
+# how many episodes of a task are in a batch: they are played side by side, as E rows of the buffer.
+# With --keep-memory, and in a meta-test, they follow each other in one row. The steps of a row are
+# fixed: where an episode terminates early (the ant falls), the next one begins at once. A kept
+# memory matters only in the first N - 1 steps of an episode: the agent sees N steps.
 
 
 class Buffer:
@@ -537,9 +537,8 @@ def window(buffer, row, t, N):
     oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
     current_slot = t - oldest
     slot = torch.arange(N, device=t.device)
-    step = torch.minimum(
-        oldest[:, None] + slot, t[:, None]
-    )  # an empty slot repeats t: it is hidden
+    # An empty slot repeats step t; the causal mask hides it.
+    step = torch.minimum(oldest[:, None] + slot, t[:, None])
     tokens = buffer.token[row[:, None], step]
 
     # PAD: blank the action, reward and eta of the current step (and of empty slots). Indexing has
@@ -560,8 +559,8 @@ def window(buffer, row, t, N):
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
 # is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, Eq. 4 and 5 divide
 # by sqrt(d) outside the softmax, and some of their indices are slips (i <= j for j <= i, W_v(phi_t)
-# for W_v(phi_n)). App. E does not say what replaces T-Fixup when it is off; with --no-tfixup we use
-# layer normalisation after each residual.
+# for W_v(phi_n), phi_1^q for phi_i^q). App. E does not say what replaces T-Fixup when it is off;
+# with --no-tfixup we use layer normalisation after each residual.
 
 
 def sinusoids(N, d):
@@ -852,8 +851,8 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (see section 7), store the value of s_{t+1}: `act`, of which only
-        # the value is used, computes it as if the episode went on.
+        # Where a trajectory ends (see section 7), store the value of s_{t+1}, computed as if the
+        # episode went on. It comes from `act`, whose action is not used.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
@@ -895,7 +894,8 @@ def collect(agent, envs, tasks, steps, sample, seed):
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
 # one trajectory. Our trajectories end where the memory is cleared, because later rewards no longer
-# depend on earlier actions. V is the value that GAE uses after the last step of an episode:
+# depend on earlier actions, and where an episode terminates, or else a fall would cost little. V is
+# the value that GAE uses after the last step of an episode:
 #
 #                   by default                 with --keep-memory
 #     terminated    ends, V = 0                ends, V = 0
@@ -981,7 +981,8 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Between batches, so that a batch has one normalisation (the first: mean 0, variance 1).
+    # Only now, so that acting and learning on this batch used the same normalizer. (In the first
+    # batch it has mean 0 and variance 1.)
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1419,7 +1420,7 @@ def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     text = sys.modules[agent_class.__module__].__doc__ or ""
     parser = Parser(
-        description=text.split("\nSections")[0],  # up to the table of contents
+        description=text.split("\nSection 1")[0],  # up to the table of contents
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -14,12 +14,12 @@ The policy has no memory. The inner step learns from the randomness of the actio
 samples while it explores, also in meta-tests. As in the paper, the outer gradient takes the
 explored steps as given: exploring actions get no credit for what they reveal.
 
-Differences from the paper: it gathers 20 episodes of a task for the inner step and 20 for the outer
-one; ours must do with one trial, the E - 1 exploring episodes (two by default) and the adapted one.
-We have 64 tanh units (the paper: 100 ReLU), 20 tasks per outer step, the presets' gamma, normalised
-states, GAE with another baseline (see Advantages), advantages standardised in each task,
-probability ratios in the inner step, and a larger KL bound and more damping than the authors' code.
-A meta-test takes one inner step, not several.
+Differences: the paper gathers 20 episodes of a task for the inner step and 20 for the outer one; we
+have one trial, E - 1 exploring episodes (two by default) and the adapted one. Our networks have 64
+tanh units (the paper: 100 ReLU), states are normalised, gamma is the preset's, and we use GAE with
+another baseline (see Advantages), advantages standardised in each task, probability ratios in the
+inner step, and a larger KL bound and more damping than the authors' code. A meta-test takes one
+inner step, not several.
 
 Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
 columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
@@ -44,7 +44,7 @@ DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 # TRPO, not Adam, changes the weights, so lr is 0. A policy gradient is noisy: on the half-cheetah
-# we take more steps, explore more and have a higher lambda than TrMRL.
+# we take more environment steps, explore more and have a higher lambda than TrMRL.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -158,8 +158,8 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose exploration ended with the previous step (there is none
-        # at t = 0, so not done[:, -1]). All their steps so far are exploring ones.
+        # The inner step of the rows whose last exploring episode ended with the previous step. (At
+        # t = 0 there is none: the slice -1: is empty.) All their steps so far are exploring ones.
         adapts_now = (episode == exploring_episodes) & done[:, -1:].any(dim=1)
         if adapts_now.any():
             exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
@@ -200,8 +200,8 @@ class MAML(trmrl.Agent):
                 *old_policies, *adapted_policies(theta), outer_samples
             ).mean()
 
-        theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
-        nn.utils.vector_to_parameters(theta, self.parameters())
+        new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
+        nn.utils.vector_to_parameters(new_theta, self.parameters())
 
         # The value baselines of the next batch.
         self.betas[0] = exploring.fit_baseline(config.gamma)
@@ -310,8 +310,8 @@ class Phase:
         """GAE with the baseline whose weights are beta (D,): (R, T)."""
         # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit, where the next state in
-        # the row is that of another episode, and at its end we take V(s_t) for V(s_{t+1}).
+        # Where an episode terminates, the next value is 0. At a time limit the next state in the
+        # row belongs to another episode, and at the end of the row there is none: we take V(s_t).
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
