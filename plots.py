@@ -183,6 +183,13 @@ def find_runs(folders):
     return runs
 
 
+def same_settings(run, other, besides=()):
+    """Whether two runs differ at most in their seeds, their machines and the settings `besides`."""
+    own = {"seed", "device", "threads", "run_dir", "versions", "compile", *besides}
+    shared = (run.settings.keys() & other.settings.keys()) - own
+    return all(run.settings[name] == other.settings[name] for name in shared)
+
+
 def why_not(run, seeds):
     """Why a run does not belong to the curve of these seeds; '' if it does."""
     if not run.rows:
@@ -190,9 +197,7 @@ def why_not(run, seeds):
     first = seeds[0] if seeds else run
     if first.finished and not run.finished:
         return "it is not finished"
-    own = {"seed", "device", "threads", "run_dir", "versions", "compile"}
-    shared = (run.settings.keys() & first.settings.keys()) - own
-    if any(run.settings[name] != first.settings[name] for name in shared):
+    if not same_settings(run, first):
         return f"its settings are not those of {first.path}"
     if run.tests[0]["actions"] != first.tests[0]["actions"]:
         return f"its actions are not {first.tests[0]['actions']} ones"
@@ -385,8 +390,11 @@ def ablation_runs(which, runs):
     if which == "tfixup":  # only depths that were also trained without it
         depths = {run.settings["layers"] for run in found if not run.settings["tfixup"]}
         found = [run for run in found if run.settings["layers"] in depths]
-    if which == "layers":
-        found += [run for run in runs if run.ablation == "tfixup" and run.settings["tfixup"]]
+    if which == "layers":  # also those of the T-Fixup ablation that differ in nothing else
+        for run in (run for run in runs if run.ablation == "tfixup" and run.settings["tfixup"]):
+            others = [other for other in found if other.env == run.env]
+            if all(same_settings(run, other, besides=["layers"]) for other in others):
+                found.append(run)
     return found
 
 

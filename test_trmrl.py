@@ -1902,6 +1902,16 @@ def test_tfixup_is_compared_at_depths_that_were_also_trained_without_it(tmp_path
     assert [run.path.name for run in found] == ["b", "c"]
 
 
+def test_depths_are_compared_only_between_runs_that_differ_in_nothing_else(tmp_path):
+    folder = tmp_path / "ablations"
+    pretend(folder / "default" / "a", meta_tests(-50), layers=2)
+    pretend(folder / "tfixup" / "b", meta_tests(-50), layers=12, seed=2)
+    pretend(folder / "tfixup" / "c", meta_tests(-50), layers=12, gamma=0.9)
+    pretend(folder / "tfixup" / "d", meta_tests(-50), layers=12, tfixup=False)
+    found = plots.ablation_runs("layers", plots.find_runs([tmp_path]))
+    assert [run.path.name for run in found] == ["a", "b"]
+
+
 # Inside an agent.
 
 
