@@ -88,16 +88,20 @@ class UserError(Exception):
 # layers and N = 5 on HalfCheetahVel, more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is
 # applied only once, so nothing is refined recursively: try --layers 4.
 
-LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
-CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
-ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
-METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # what ml1 and ml45 share
+LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20)
+LOCOMOTION |= dict(memory_length=5, gae_lambda=0.9, minibatch=200)
+METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7, gae_lambda=0.95)
+CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, lr=3e-4)
+ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, lr=5e-4)
+ML1 = dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50)
+ML1 |= dict(gamma=0.98, minibatch=200, lr=3e-4)
+ML45 = dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45)
+ML45 |= dict(gamma=0.95, minibatch=450, lr=5e-4)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
-    "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
-    "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
+    "ml1": METAWORLD | ML1,  # also ml1_reach and every other ml1_<task>
+    "ml45": METAWORLD | ML45,
 }
 
 
@@ -137,7 +141,7 @@ class Config:
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
-    minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
+    minibatch: int = setting("PPO", None, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
     final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
