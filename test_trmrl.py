@@ -836,6 +836,14 @@ def ml1():
     return importlib.import_module("metaworld").ML1("reach-v3", seed=0)
 
 
+def load_script(name, here=HERE):
+    """A program of results/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, here / f"results/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def positions_of(tasks):
     return np.array([pickle.loads(task.data)["rand_vec"] for task in tasks])
 
@@ -970,6 +978,59 @@ def test_an_arm_is_of_its_class_meets_its_goal_and_sees_its_object(env, monkeypa
             assert type(arm) is makers[int(task[0])]
             np.testing.assert_array_equal(arm._last_rand_vec, task[1 : 1 + len(arm._last_rand_vec)])
             assert_same(observation[4:7], arm._get_pos_objects()[:3], "the object is elsewhere")
+
+
+def test_the_fast_functions_of_results_equal_those_of_metaworld_and_scipy(monkeypatch):
+    """While the object touches one finger, and while MetaWorld's own policy carries it."""
+    sawyer = importlib.import_module("metaworld.sawyer_xyz_env").SawyerXYZEnv
+    policies = importlib.import_module("metaworld.policies")
+    rotation = importlib.import_module("scipy.spatial.transform").Rotation
+    fast = load_script("fast_metaworld")
+    arm = importlib.import_module("metaworld").ML1("pick-place-v3", seed=0)
+    task, arm = arm.train_tasks[0], arm.train_classes["pick-place-v3"]()
+    arm.set_task(task)
+    observation, _ = arm.reset()
+    observation[-3:] = arm._target_pos  # which ML1 hides from agents, but the policy needs
+
+    object_id, floor_id = arm._get_id_main_object(), 0
+    pad_ids = [arm.data.geom(name).id for name in ("leftpad_geom", "rightpad_geom")]
+    seen = set()
+
+    def compare():
+        pairs = [set(pair) for pair in arm.data.contact.geom.tolist()]
+        touches = sawyer.touching_object(arm, object_id)
+        assert fast.touching_object(arm, object_id) == touches
+        assert not fast.touching_object(arm, floor_id)
+        seen.add((*({pad, object_id} in pairs for pad in pad_ids), touches))
+
+    # Put the object at many places across the open gripper, so that it touches either pad.
+    left, right = (arm.data.geom(pad).xpos.copy() for pad in pad_ids)
+    for fraction in np.linspace(-1.0, 2.0, 61):
+        arm._set_obj_xyz(right + fraction * (left - right))
+        compare()
+    arm.reset()
+    matrices, quaternions = [], []
+    for _ in range(100):
+        observation, *_ = arm.step(policies.SawyerPickPlaceV3Policy().get_action(observation))
+        observation[-3:] = arm._target_pos
+        compare()
+        matrices.append(arm.data.geom("objGeom").xmat.reshape(3, 3).copy())
+        quaternions.append(rotation.from_matrix(matrices[-1]).as_quat())
+    assert seen >= {(True, False, False), (False, True, False), (True, True, True)}, seen
+    assert np.ptp(quaternions, axis=0).max() > 0.01, "the object must turn"
+
+    monkeypatch.setattr(sawyer, "touching_object", None)  # pytest puts them back afterwards
+    monkeypatch.setattr(rotation, "from_matrix", rotation.from_matrix)
+    fast.replace_slow_functions()
+    assert sawyer.touching_object is fast.touching_object
+    for matrix, quaternion in zip(matrices, quaternions):
+        np.testing.assert_array_equal(rotation.from_matrix(matrix).as_quat(), quaternion)
+
+
+def test_a_program_runs_with_the_fast_functions():
+    script = HERE / "results/fast_metaworld.py"
+    assert "usage: trmrl.py" in python(script, HERE / "trmrl.py", "--help").out
+    assert "python -m baselines.rl2" in python(script, "-m", "baselines.rl2", "--help").out
 
 
 # ---- 3. Runs and faults --------------------------------------------------------------------------
@@ -1244,9 +1305,7 @@ def test_make_trains_what_is_missing_and_continues_what_was_stopped(tmp_path, mo
     (tmp_path / "results").mkdir()
     for name in ("trmrl.py", "results/make.py"):
         shutil.copy(HERE / name, tmp_path / name)
-    spec = importlib.util.spec_from_file_location("make", tmp_path / "results/make.py")
-    make = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make)
+    make = load_script("make", tmp_path)
     flags = "--total-steps 1600 --num-tasks 2 --eval-tasks 2 --eval-every 1"  # two iterations
     whole, stopped, other = (make.Run(name, "trmrl", flags, 1) for name in ("a", "b", "a"))
     other.flags += " --lr 1e-4"

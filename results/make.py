@@ -63,6 +63,8 @@ class Run:
 
     def command(self):
         program = ["trmrl.py"] if self.agent == "trmrl" else ["-m", f"baselines.{self.agent}"]
+        if "--env ml" in self.flags:
+            program = ["results/fast_metaworld.py", *program]
         folder = str(self.folder.relative_to(RESULTS.parent))  # config.json names no home folder
         if self.state() == "begun":
             arguments = ["--resume", folder]
