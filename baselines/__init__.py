@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What TrMRL is compared with, each in one file: `python -m baselines.rl2`.
+"""The agents that TrMRL is compared with, each in one file: `python -m baselines.rl2`.
+
+    rl2      its memory is the hidden state of a GRU (PPO)
+    varibad  a GRU infers a belief about the task, and the policy acts on it (PPO and a VAE)
+    pearl    infers the task from one episode to the next (SAC, off-policy)
+    maml     adapts its weights by one gradient step (TRPO)
+    oracle   is told the task (PPO)
 
 Read rl2.py first, then varibad.py, which borrows two of its functions. Letters such as E, R and T
 are those of trmrl.py.
 """
 
 # Settings that are not flags of a baseline: those of the transformer, which it does not have, and
-# keep_memory, which follows from the method: true if the episodes of a trial depend on each other.
+# keep_memory, which the method decides (true if the episodes of a trial depend on each other).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

@@ -15,11 +15,11 @@ samples while it explores, also in meta-tests. As in the paper, the outer gradie
 explored steps as given: exploring actions get no credit for what they reveal.
 
 Differences: the paper gathers 20 episodes of a task for the inner step and 20 for the outer one; we
-have one trial, E - 1 exploring episodes (two by default) and the adapted one. Our networks have 64
-tanh units (the paper: 100 ReLU), states are normalised, gamma is the preset's, and we use GAE with
-another baseline (see Advantages), advantages standardised in each task, probability ratios in the
-inner step, and a larger KL bound and more damping than the authors' code. A meta-test takes one
-inner step, not several.
+have one trial, E - 1 exploring episodes (two by default) and the adapted one (several, if the ant
+falls early). Our networks have 64 tanh units (the paper: 100 ReLU), states are normalised, gamma is
+the preset's, and we use GAE with another baseline (see Advantages), probability ratios in the inner
+step, and a larger KL bound and more damping than the authors' code. A meta-test takes one inner
+step, not several.
 
 Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
 columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
@@ -69,8 +69,8 @@ class Config(trmrl.Config):
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
 # A trial has two phases: exploring, then adapted. Phase(buffer, rows, mask), at the end of this
-# file, holds one of them: `rows` selects rows of the buffer, `mask` the steps of these rows. Its
-# method to_samples computes their advantages.
+# file, holds one of them: `rows` selects rows of the buffer, `mask` the steps of these rows (it may
+# be shorter than they are). Its method to_samples computes their advantages.
 
 
 class Samples(NamedTuple):
@@ -84,7 +84,7 @@ class Samples(NamedTuple):
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), see Phase.advantages; mean 0 and standard deviation 1
+    advantage: torch.Tensor  # (R, C), see Phase.to_samples; mean 0, variance 1 in each row
     weight: torch.Tensor  # (R, C), sum 1 in each row
 
 
@@ -158,9 +158,11 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose last exploring episode ended with the previous step. (At
-        # t = 0 there is none: the slice -1: is empty.) All their steps so far are exploring ones.
-        adapts_now = (episode == exploring_episodes) & done[:, -1:].any(dim=1)
+        # The inner step of the rows whose last exploring episode ended with the previous step. All
+        # their steps so far are exploring ones.
+        adapts_now = episode == exploring_episodes  # false at t = 0: there is an exploring episode
+        if t > 0:
+            adapts_now &= done[:, -1]
         if adapts_now.any():
             exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
             inner_samples = exploring.to_samples(self.betas[0], self.config)
@@ -196,14 +198,14 @@ class MAML(trmrl.Agent):
 
         def kl(theta):
             """How far the adapted policies have moved, averaged over tasks."""
-            return vmap(kl_divergence)(
-                *old_policies, *adapted_policies(theta), outer_samples
-            ).mean()
+            new_policies = adapted_policies(theta)
+            return vmap(kl_divergence)(*old_policies, *new_policies, outer_samples).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # The value baselines of the next batch.
+        # The value baselines of the next batch. (The normalizer, updated last, will have changed
+        # by then: noticeable after the first batch, hardly later.)
         self.betas[0] = exploring.fit_baseline(config.gamma)
         self.betas[1] = adapted.fit_baseline(config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
@@ -211,7 +213,7 @@ class MAML(trmrl.Agent):
         returns, _ = buffer.episode_results(config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first episode
-            "return_after": returns[:, -1].mean(),  # of the adapted one
+            "return_after": returns[:, -1].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
             "updates": 1,
         }
@@ -311,7 +313,7 @@ class Phase:
         # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit the next state in the
-        # row belongs to another episode, and at the end of the row there is none: we take V(s_t).
+        # row belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
         next_value = torch.where(self.done, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)

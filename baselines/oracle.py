@@ -4,7 +4,7 @@
 It needs no memory, because it has nothing to infer: its policy is an MLP on the state and the task.
 TrMRL's gap to the oracle is roughly the price of inferring the task (their networks and, on the
 half-cheetah, their learning rates differ, too). The oracle's own gap to a perfect score is due to
-the robot and to PPO. On ML45 it is weak: the class is one of its inputs as a number, 0 to 44.
+the robot and to PPO. On ML45 it is weak: it reads the class as one number, 0 to 44, not one-hot.
 
     python -m baselines.oracle --env halfcheetah_vel
 """
@@ -48,7 +48,7 @@ class Oracle(trmrl.Agent):
         return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task[row])], dim=-1)
 
     def update(self, buffer, optimizer, generator):
-        """PPO; then the statistics of the tasks, so that learning uses the same ones as acting."""
+        """PPO, and only then new statistics of the tasks: learning uses the same ones as acting."""
         metrics = super().update(buffer, optimizer, generator)
         self.task_normalizer.update(buffer.task)
         return metrics

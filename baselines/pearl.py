@@ -12,19 +12,20 @@ encoder, and a KL divergence keeps the posterior near the prior. The policy's gr
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main differences from the paper:
+The main differences from the paper, and some details:
 
-- The paper visits 100 fixed training tasks (half-cheetah) many times. It takes contexts from the
+- The paper visits 100 fixed tasks (half-cheetah velocities) many times. It takes contexts from the
   recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
   trial is all the data of its task: the context and the RL batch come from the same trial and may
   overlap. Trials are drawn from the whole replay, recent ones more often.
-- Contexts in training are C = 64 random transitions, never none. The agent acts on all transitions
-  so far, so its posterior is narrower, and in its first episode on the prior, which only the KL
-  divergence relates to what it has learned.
+- As in the authors' code, a context in training is a fixed number of random transitions (C = 64),
+  never none. The agent acts on all transitions so far, so its posterior is narrower, and in its
+  first episode on the prior, which only the KL divergence relates to what it has learned.
 - A transition of the context is (s, a, r), without the next state, as in the authors' code.
-- The paper's sizes are too slow for one core: 16 tasks with 256 transitions each per gradient step,
-  three layers of 300 units. Ours: 16 tasks with 32 transitions, two layers of 128 units. Learning
-  rates, gamma and the rate of the target networks differ, too, and gradients are clipped.
+- The sizes of the authors' code are too slow for one core: 16 tasks with 256 transitions each per
+  gradient step, three layers of 300 units. Ours: 16 tasks with 32 transitions, two layers of 128
+  units. Learning rates, gamma and the rate of the target networks differ, too, and gradients are
+  clipped.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. Observations are normalised, and rewards are
   scaled so that Q is about 1. The KL divergence, here a mean over tasks, has the weight 2e-5 (in
@@ -53,7 +54,7 @@ from trmrl import setting
 
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# Off-policy learning needs fewer environment steps, but more gradient steps for each.
+# Off-policy learning needs fewer environment steps, but more gradient steps per environment step.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -68,6 +69,7 @@ class Config(trmrl.Config):
     latent_size: int = setting("agent", 5, "size of z", low=1)
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
 
+    # Some of these are in trmrl.Config, too, with other defaults or in another group of --help.
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
     meta_batch: int = setting("SAC", 16, "M, tasks per gradient step", low=1)
     minibatch: int = setting("SAC", 512, "transitions per gradient step, of all tasks", low=2)
@@ -124,9 +126,8 @@ class PEARL(trmrl.Agent):
 
     def parameter_groups(self):
         learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        return [
-            dict(params=learned, lr=self.config.lr, eps=1e-8)
-        ]  # Adam's default; a Run sets 1e-5, for PPO
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
@@ -138,7 +139,7 @@ class PEARL(trmrl.Agent):
         # Each transition c_n gives a factor N(z; mean_n, var_n).
         scaled_reward = reward / self.reward_stats.root_mean_square
         transition = torch.cat([state, action, scaled_reward.unsqueeze(-1)], dim=-1)
-        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z)
+        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z) each
         factor_var = F.softplus(raw_var) + 1e-6
 
         # q(z | c) is proportional to the product of the factors (the prior is not one of them):
@@ -151,7 +152,7 @@ class PEARL(trmrl.Agent):
     def pi(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
-        log_std = log_std.clamp(-5.0, 2.0)  # SAC: -20 and 2
+        log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
         # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
         # 4 / (e^u + e^-u)^2, whose logarithm stays finite: log(e^u + e^-u) = u + softplus(-2 u).
@@ -182,7 +183,7 @@ class PEARL(trmrl.Agent):
             z[:, t] = z[:, t - 1]
             begins = buffer.eta[:, t - 1] > 0
         if begins.any():
-            past = (buffer.state, buffer.clipped_action, buffer.reward)  # tanh is within [-1, 1]
+            past = (buffer.state, buffer.action, buffer.reward)
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
@@ -204,7 +205,7 @@ class PEARL(trmrl.Agent):
             context, batch, next_batch = self.replay.sample(config, generator)
             loss, metrics = self.loss(context, batch, next_batch, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
-            totals = totals + torch.stack(list(metrics.values()))
+            totals += torch.stack(list(metrics.values()))
             for target, critic in zip(self.targets.parameters(), self.critics.parameters()):
                 target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
 
@@ -235,12 +236,13 @@ class PEARL(trmrl.Agent):
         # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
         # alone if s' is terminal.
         with torch.no_grad():
-            next_action, log_prob = self.pi(next_state, z, noise_like(action, generator))
+            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
             next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
-            y = r + gamma * (1 - terminated) * (next_q - alpha * log_prob)
+            y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
         # The critics' error also trains the encoder, through z. After a time limit the replay holds
-        # the first state of the next episode, not s': such a step has no target, and no error.
+        # the first state of the next episode, not s' (except at the end of a row, which we treat
+        # alike): such a step has no target, and no error.
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
@@ -255,8 +257,7 @@ class PEARL(trmrl.Agent):
         self.critics.requires_grad_(True)
 
         loss = critic_loss + policy_loss + self.config.kl_weight * kl
-        metrics = {"critic_loss": critic_loss, "q": min_q.mean(), "kl": kl}
-        metrics["entropy"] = -log_prob.mean()
+        metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
         return loss, {name: x.detach() for name, x in metrics.items()}
 
     def remember(self, buffer):

@@ -10,10 +10,10 @@ own, hence the name.
     python -m baselines.rl2 --env halfcheetah_vel
 
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
-50 steps, each of which starts from the hidden state that was stored when the agent acted (by
-slightly older weights). This is faster, and a minibatch can mix many tasks. Also, the trajectory of
-PPO ends where an episode terminates (the memory lives on), and policy and value share one GRU, of
-64 units.
+at most 50 steps, each of which starts from the hidden state that was stored when the agent acted
+(with slightly older weights). This is faster, and a minibatch can mix many tasks. Also, where an
+episode terminates (the ant falls), the trajectory of PPO ends, although the memory lives on; and
+policy and value share one GRU, of 64 units.
 """
 
 import math
@@ -43,6 +43,7 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
+    # Not None, so it overrides the presets.
     minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
 
 
@@ -82,7 +83,7 @@ class RL2(trmrl.Agent):
         """hidden[:, t] is the hidden state before step t.
 
         A row is a trial, so the zeros of a new buffer are the cleared memory. There are T + 2
-        columns: after the last step the GRU runs once more, on s_T, whose value is needed.
+        columns: for the value of s_T, the GRU also runs at t = T and writes column T + 1.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -90,15 +91,14 @@ class RL2(trmrl.Agent):
         return buffer
 
     def recall(self, buffer, row, t):
-        """The output of the GRU at steps t; when acting, it is stored, too.
+        """The output of the GRU at steps t; when acting, it is also stored as the hidden state.
 
         Agent.act passes row and t of shape (R,): one step of every row. PPO passes those of
         `minibatches`, (segments, length): consecutive steps.
         """
         hidden = buffer.stored["hidden"]
         x = gru_inputs(buffer, row, t)
-        learning = t.dim() == 2
-        if learning:
+        if t.dim() == 2:  # learning
             output, _ = self.gru(x, hidden[row[:, 0], t[:, 0]][None])
             return output
 

@@ -12,8 +12,9 @@ on its uncertainty. Its gradient stops at the belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
-Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer;
-rewards are normalised and decoded as Gaussians of variance 1; the KL divergence has weight 1; the
+Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer,
+and its gradient flows back through segments, as in our RL^2; rewards are normalised and decoded as
+Gaussians of variance 1, but for the last one of an episode; the KL divergence has weight 1; the
 encoder is also told where episodes end; the trajectory of PPO ends where an episode terminates. The
 paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, and
 we decode rewards alone.
@@ -127,7 +128,7 @@ class VariBAD(trmrl.Agent):
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
-        hidden[row, t + 1] = next_hidden[0]
+        hidden[:, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
 
@@ -141,23 +142,23 @@ class VariBAD(trmrl.Agent):
         metrics = super().update(buffer, optimizer, generator)
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
 
-        R = len(buffer.reward)
-        per_row, length = segments(buffer.reward.shape[1])
+        R, T = buffer.reward.shape
+        per_row, length = segments(T)
         T = per_row * length  # a remainder of the row is left out
         noise_shape = (R, BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
-        for _ in range(self.config.vae_updates):
+        updates = self.config.vae_updates
+        for _ in range(updates):
             # A whole ELBO has T x T rewards to decode. We draw (with replacement) K of the T
             # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
             belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
             reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
-            # Here only the VAE has a gradient, in PPO only the others: Adam skips those without.
+            # Here only the VAE has gradients, in PPO only the rest: Adam skips weights without one.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
-        updates = self.config.vae_updates
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
         metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
         metrics["updates"] += updates
@@ -204,18 +205,18 @@ class VariBAD(trmrl.Agent):
         come from the encoder that acted, not from the present one, so the first belief of a segment
         does not quite follow from the last one of the segment before.
         """
-        R = len(buffer.reward)
-        per_row, length = segments(buffer.reward.shape[1])
+        R, T = buffer.reward.shape
+        per_row, length = segments(T)
         T = per_row * length
         row = torch.arange(R, device=self.device)[:, None]
-        t = torch.arange(T, device=self.device).expand(R, T)
+        t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
         hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
         belief, _ = self.vae.encode(x, hidden)
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
-        """Policy, value head and VAE have learning rates of their own, the VAE Adam's usual eps."""
+        """Policy, value head and VAE, each with its learning rate; the VAE has Adam's usual eps."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
