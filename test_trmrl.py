@@ -619,7 +619,7 @@ def test_tensors_stay_on_one_device_and_an_update_reads_none_of_them(settings, m
 def test_episode_returns_are_those_of_a_plain_loop():
     agent = make_agent()
     buffer, diary = play(agent, rows=30)
-    returns, success = buffer.episode_results(3)
+    returns, success = trmrl.episode_results(buffer, 3)
     for row in range(30):
         borders = np.flatnonzero(diary["done"][row]) + 1
         for i, steps in enumerate(np.split(np.arange(60), borders)[:3]):

@@ -6,7 +6,7 @@
 # ///
 """TrMRL in one file: "Transformers are Meta-Reinforcement Learners" (Melo, ICML 2022).
 
-The agent adapts to a new task within an episode, while its weights stay frozen. It encodes each
+At test time the agent adapts to a new task within an episode, its weights frozen. It encodes each
 step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
 causal transformer refines the last N of them, layer by layer, into the episodic memory of the
 current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
@@ -18,8 +18,7 @@ initialisation lets it train without layer normalisation or warm-up.
     torchrun --nproc-per-node 4 trmrl.py --env ant_dir         # several processes or GPUs
     python trmrl.py --help                                     # every environment and setting
 
-Section 1 is settings, 2 to 9 follow the paper, and the last three are machinery, which you can skip
-at first.
+Sections 2 to 9 follow the paper; 10 to 12 are machinery, which you can skip at first.
 
      1. Configuration       every setting, and a preset for each environment
      2. Tasks               App. B: half-cheetah, ant and robot arm
@@ -37,9 +36,8 @@ at first.
 Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
 Letters: a trial is E episodes of one task; the memory has N slots, the transformer L layers. In
-shapes, a buffer has R rows (one per environment) of T steps; a forward pass computes M decisions,
-each at a step t[m] of a row row[m]; S, A, k and d are the sizes of a state, an action, a task and a
-memory.
+shapes: R rows of a buffer (one per environment), T steps of a row, M steps in a forward pass (the
+m-th is step t[m] of row row[m]); S, A, k, d are the sizes of a state, action, task and memory.
 """
 
 import argparse
@@ -83,25 +81,22 @@ class UserError(Exception):
 # None takes its value from the preset of the environment, so Config(env="ant_dir", lr=1e-3) is the
 # ant's preset with a different learning rate.
 #
-# The presets are tuned for one CPU core: two layers on HalfCheetahVel, one elsewhere and, on
-# MetaWorld, N = 40 and E = 1 (the paper has E = 2). The paper's ablations (App. E) favour 4 to 8
-# layers and N = 5 on HalfCheetahVel, more layers and N = 50 on ML1-Reach. With one layer, Eq. 6 is
-# applied only once, so nothing is refined recursively: try --layers 4.
+# The presets are tuned for one CPU core: few layers (two on HalfCheetahVel, one elsewhere), and on
+# MetaWorld N = 40 and E = 1. The paper has E = 2; its ablations (App. E) favour 4 to 8 layers and
+# N = 5 on HalfCheetahVel, more layers and N = 50 on ML1-Reach. One layer applies Eq. 6 only once,
+# so it refines nothing recursively: try --layers 4.
 
-LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20)
-LOCOMOTION |= dict(memory_length=5, gae_lambda=0.9, minibatch=200)
-METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7, gae_lambda=0.95)
-CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, lr=3e-4)
-ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, lr=5e-4)
-ML1 = dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50)
-ML1 |= dict(gamma=0.98, minibatch=200, lr=3e-4)
-ML45 = dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45)
-ML45 |= dict(gamma=0.95, minibatch=450, lr=5e-4)
+LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
+CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
+ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
+ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
+METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # what ml1 and ml45 share
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
-    "ml1": METAWORLD | ML1,  # also ml1_reach and every other ml1_<task>
-    "ml45": METAWORLD | ML45,
+    # ml1_reach and every other ml1_<task>; ml45_train
+    "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
+    "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
 
 
@@ -112,8 +107,8 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # Class attributes, not fields, because they have no annotation. A baseline overrides them: its
-    # presets, and the settings it does not use or fixes itself, which are not flags of its command.
+    # Not fields, because they have no annotation. A baseline overrides both; not_flags names the
+    # settings that it ignores or fixes itself: they are neither flags nor checked.
     presets = PRESETS
     not_flags = ()
 
@@ -141,10 +136,10 @@ class Config:
     gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
     clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
     epochs: int = setting("PPO", 5, "passes over a batch", low=1)
-    minibatch: int = setting("PPO", None, "environment steps per gradient step", low=2)
+    minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly, to this fraction", high=1)
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
@@ -160,11 +155,6 @@ class Config:
         """Rows of the buffer (section 3) per task: E, or one with --keep-memory."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
-    @property
-    def episodes_per_row(self):
-        """Episodes that follow each other in a row: one, or E with --keep-memory."""
-        return self.episodes_per_trial if self.keep_memory else 1
-
 
 # ---- 2. Tasks (App. B) ---------------------------------------------------------------------------
 #
@@ -172,8 +162,8 @@ class Config:
 # its rewards. On MetaWorld they also differ in the objects and their places, which the agent sees.
 # A batch of tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode
 # lengths of half-cheetah and ant are those of the author's release, except that the ant has no
-# contact cost (it is tiny) and no reward for surviving a step in which it falls. Both observe
-# positions and velocities of their joints, as in Gymnasium, without contact forces.
+# contact cost (it is tiny) and no reward for surviving a step in which it falls. Both observe what
+# they do in Gymnasium, without contact forces: not their place on the ground.
 
 
 class TaskFamily(VectorEnv):
@@ -192,7 +182,7 @@ class TaskFamily(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")  # in this order; a run is meta-tested on all but "train"
+    splits = ("train", "test")  # "train" first; a run is meta-tested on the others
     classes = ()  # names, if tasks come in classes; tasks[:, 0] is then the index of the class
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
@@ -225,8 +215,8 @@ class TaskFamily(VectorEnv):
 
     def step(self, actions):
         """One step of every environment. Nothing is reset: where an episode ends, call reset."""
-        actions = np.asarray(actions, dtype=np.float64)
-        actions = np.clip(np.nan_to_num(actions), -1.0, 1.0)  # NaN would break the physics
+        actions = np.nan_to_num(np.asarray(actions, dtype=np.float64))  # NaN breaks the physics
+        actions = np.clip(actions, -1.0, 1.0)
         reward, terminated, info = self.advance(actions)
         self.elapsed += 1
         truncated = self.elapsed >= self.episode_length
@@ -248,7 +238,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # of PyTorch; --threads sets it
+        threads = torch.get_num_threads()  # a Run sets it to --threads
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
@@ -450,11 +440,10 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
-# A trial is E episodes of one task. By default nothing passes from one to the next, so E only sets
-# how many episodes of a task are in a batch: they are played side by side, as E rows of the buffer.
-# With --keep-memory, and in a meta-test, they follow each other in one row. The steps of a row are
-# fixed: where an episode terminates early (the ant falls), the next one begins at once. A kept
-# memory matters only in the first N - 1 steps of an episode: the agent sees N steps.
+# By default nothing passes from one episode of a trial to the next, so the E episodes are played
+# side by side, as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each
+# other in one row; what is kept matters in the first N - 1 steps of an episode. The length of a row
+# is fixed: where an episode terminates early (the ant falls), another begins at once.
 
 
 class Buffer:
@@ -480,8 +469,8 @@ class Buffer:
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
 
-        # Actions and predictions. Noise is drawn in advance, so that an action depends only on its
-        # step: calling Player.act twice gives the same answer twice.
+        # Actions and predictions. Noise is drawn in advance: calling Player.act twice gives the
+        # same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
@@ -508,21 +497,6 @@ class Buffer:
         self.observation[:, t] = self.to_device(observation)
         self.state[:, t] = normalizer(self.observation[:, t])
 
-    def episode_results(self, episodes):
-        """Return and success of the first `episodes` episodes of each row, (R, episodes).
-
-        T must be at least episodes * episode_length. An episode succeeds if any of its steps does
-        (the paper does not say); NaN if the family has no success.
-        """
-        reward = self.reward.cpu().numpy().astype(np.float64)
-        success = self.info.get("success", np.full(reward.shape, np.nan))
-        done = self.eta.cpu().numpy() > 0
-        episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        inside = episode[:, None] == np.arange(episodes)[:, None]  # (R, episodes, T)
-        returns = np.where(inside, reward[:, None], 0.0).sum(axis=2)
-        successes = np.where(inside, success[:, None], 0.0).max(axis=2)
-        return returns, successes
-
 
 def window(buffer, row, t, N):
     """The tokens that the agent sees at step t[m] of row row[m], for acting and for learning.
@@ -541,8 +515,7 @@ def window(buffer, row, t, N):
     oldest = torch.maximum(buffer.memory_start[row, t], t - (N - 1))
     current_slot = t - oldest
     slot = torch.arange(N, device=t.device)
-    # An empty slot repeats step t; the causal mask hides it.
-    step = torch.minimum(oldest[:, None] + slot, t[:, None])
+    step = torch.minimum(oldest[:, None] + slot, t[:, None])  # an empty slot repeats step t
     tokens = buffer.token[row[:, None], step]
 
     # PAD: blank the action, reward and eta of the current step (and of empty slots). Indexing has
@@ -561,10 +534,9 @@ def window(buffer, row, t, N):
 # consensus of Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: hidden scores become minus infinity, and the d under the root
-# is the size of one head. As printed, Eq. 1 multiplies the scores by the mask, Eq. 4 and 5 divide
-# by sqrt(d) outside the softmax, and some of their indices are slips (i <= j for j <= i, W_v(phi_t)
-# for W_v(phi_n), phi_1^q for phi_i^q). App. E does not say what replaces T-Fixup when it is off;
-# with --no-tfixup we use layer normalisation after each residual.
+# is the size of one head. (Eq. 1, 4 and 5 have misprints: see docs/differences.md.) App. E does not
+# say what replaces T-Fixup when it is off; --no-tfixup uses the layer normalisation of Sec. 3.2,
+# after each residual, without warm-up.
 
 
 def sinusoids(N, d):
@@ -606,8 +578,7 @@ class Layer(nn.Module):
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
         # Now q is (M, heads, n, d / heads); k and v are (M, heads, N, d / heads).
 
-        # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v. PyTorch
-        # computes both in one call.
+        # alpha = softmax(q k^T / sqrt(d / heads)) over the visible memories; mu = alpha v.
         mu = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (M, heads, n, d / heads)
         mu = mu.transpose(1, 2).flatten(2)  # heads side by side, Eq. 1
         h = self.norm1(queries + self.out(mu))
@@ -720,7 +691,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # the test score is its return; later if an agent adapts between episodes
+    scored_episode = 1  # its return is the test score; later if an agent adapts between episodes
 
     def __init__(self, config, sizes, memory_size):
         super().__init__()
@@ -751,7 +722,8 @@ class Agent(nn.Module):
         """Actions (R, A) of all rows at step t, sampled or means; log_prob and value (R,)."""
         row = torch.arange(len(buffer.token), device=self.device)
         mean, value = self(buffer, row, torch.full_like(row, t))
-        action = mean + self.log_std.exp() * buffer.noise[:, t] if sample else mean
+        noise = buffer.noise[:, t] if sample else 0.0
+        action = mean + self.log_std.exp() * noise
         return action, gaussian_log_prob(mean, self.log_std, action), value
 
     def minibatches(self, buffer, generator):
@@ -842,11 +814,7 @@ class Player:
 
     @torch.no_grad()
     def observe(self, observation, reward, terminated, truncated):
-        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset.
-
-        The order matters: where a trajectory ends, the value of s_{t+1} is that of the agent that
-        still has its memory. Only then is eta_t written and the memory cleared.
-        """
+        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset."""
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
@@ -855,8 +823,8 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (see section 7), store the value of s_{t+1}, computed as if the
-        # episode went on. It comes from `act`, whose action is not used.
+        # Where a trajectory ends (section 7), store the value of s_{t+1} as if the episode went on,
+        # that is, before eta_t is written and the memory cleared. The action of `act` is not used.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
@@ -897,9 +865,9 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Our trajectories end where the memory is cleared, because later rewards no longer
-# depend on earlier actions, and where an episode terminates, or else a fall would cost little. V is
-# the value that GAE uses after the last step of an episode:
+# one trajectory. Ours end where the memory is cleared: later rewards do not depend on earlier
+# actions. They also end, even with --keep-memory, where an episode terminates, or else a fall would
+# cost little. V is the value that GAE uses after the last step of an episode:
 #
 #                   by default                 with --keep-memory
 #     terminated    ends, V = 0                ends, V = 0
@@ -979,14 +947,12 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old_log_prob = buffer.log_prob[row, t]
-            targets = advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
+            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Only now, so that acting and learning on this batch used the same normalizer. (In the first
-    # batch it has mean 0 and variance 1.)
+    # Only now, so that acting and learning on this batch used the same normalizer.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1011,11 +977,27 @@ TEST_SEED = 2022  # seed of every meta-test
 FINAL_EPISODES = 6  # per task, one after the other, in the last meta-test of a run (Sec. 5.2)
 
 
+def episode_results(buffer, episodes):
+    """Return and success of the first `episodes` episodes of each row, (R, episodes).
+
+    A row must have at least episodes * episode_length steps. An episode succeeds if any of its
+    steps does (the paper does not say); NaN if the family has no success.
+    """
+    reward = buffer.reward.cpu().numpy().astype(np.float64)
+    success = buffer.info.get("success", np.full(reward.shape, np.nan))
+    done = buffer.eta.cpu().numpy() > 0
+    episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
+    inside = episode[:, None] == np.arange(episodes)[:, None]  # (R, episodes, T)
+    returns = np.where(inside, reward[:, None], 0.0).sum(axis=2)
+    successes = np.where(inside, success[:, None], 0.0).max(axis=2)
+    return returns, successes
+
+
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
     """Play consecutive episodes of each task: returns and successes, (tasks, episodes) each."""
     sample = envs.sample_at_test if sample is None else sample
     steps = episodes * envs.episode_length
-    return collect(agent, envs, envs.tasks, steps, sample, TEST_SEED).episode_results(episodes)
+    return episode_results(collect(agent, envs, envs.tasks, steps, sample, TEST_SEED), episodes)
 
 
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
@@ -1032,15 +1014,13 @@ def train_iteration(run):
     seeds = np.random.SeedSequence([config.seed, run.iteration, RANK]).generate_state(3)
     task_seed, trial_seed, update_seed = seeds.tolist()
 
-    # Draw tasks and collect their trials.
     rng = np.random.default_rng(task_seed)
     tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
     tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
-    steps = config.episodes_per_row * envs.episode_length
+    steps = config.episodes_per_trial // config.rows_per_task * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
-    # Learn from them. The learning rates are computed from the iteration, not stored;
-    # parameter_groups has the initial ones.
+    # The learning rates follow from the iteration; parameter_groups has the initial ones.
     lr_factor = 1 - (1 - config.final_lr) * run.iteration / run.total_iterations
     for group, initial in zip(run.optimizer.param_groups, agent.parameter_groups()):
         group["lr"] = lr_factor * initial["lr"]
@@ -1102,10 +1082,10 @@ def execute(run):
         if RANK == 0:
             print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
-    except OSError as error:  # a full disk, or a ConnectionError of sum_over_processes
+    except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
         if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
             raise
-        raise OSError(f"{error}; {run.resume_hint}") from None
+        raise type(error)(f"{error}; {run.resume_hint}") from None
     return run.agent
 
 
@@ -1303,7 +1283,8 @@ def print_header(run):
 def save_and_report(run, buffer, metrics, speed):
     """Save the run with a new row of progress.csv; print a line and, at the end, the meta-test."""
     step = run.agent.trained_steps
-    returns, success = buffer.episode_results(run.agent.config.episodes_per_row)  # of process 0
+    episodes = buffer.value.shape[1] // run.envs.episode_length  # per row
+    returns, success = episode_results(buffer, episodes)  # of process 0
     progress = {
         "iteration": run.iteration,
         "step": step,
@@ -1316,12 +1297,11 @@ def save_and_report(run, buffer, metrics, speed):
     run.add_rows("progress.csv", [progress | metrics])
     run.save()
 
-    # A live line in a terminal, plain lines in a pipe.
     minutes, seconds = divmod(int((run.planned_steps / step - 1) * run.seconds), 60)
     line = f"{step / 1e6:.3f}/{run.planned_steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
     line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
     line += f"train {score_text(returns, success)}"
-    if sys.stdout.isatty():
+    if sys.stdout.isatty():  # one live line; in a pipe, a line per iteration
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
     print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
     if run.finished:
@@ -1424,7 +1404,7 @@ def make_parser(agent_class, env):
     """A flag for every field of the Config; --help shows the defaults that apply to env."""
     text = sys.modules[agent_class.__module__].__doc__ or ""
     parser = Parser(
-        description=text.split("\nSection 1")[0],  # up to the table of contents
+        description=text.split("\nSections")[0],  # up to the table of contents
         epilog=f"environments: {', '.join(ENVS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

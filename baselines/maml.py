@@ -210,7 +210,7 @@ class MAML(trmrl.Agent):
         self.betas[1] = adapted.fit_baseline(config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
 
-        returns, _ = buffer.episode_results(config.episodes_per_trial)
+        returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first episode
             "return_after": returns[:, -1].mean(),  # of the first adapted one

@@ -43,7 +43,6 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
-    # Not None, so it overrides the presets.
     minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
 
 

@@ -211,7 +211,7 @@ class VariBAD(trmrl.Agent):
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
-        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
+        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1).contiguous()
         belief, _ = self.vae.encode(x, hidden)
         return belief.view(R, T, -1)
 
