@@ -1422,7 +1422,7 @@ def test_a_nan_ends_a_run_with_advice_and_keeps_the_last_checkpoint(source, tmp_
     monkeypatch.setattr(owner, source, poisoned)
     before_third_save(monkeypatch, lambda: factor.append(factor.pop() * math.nan))
     line = one_line(cli(*flags(run_dir=tmp_path / "run")), status=2)
-    assert "not finite" in line and "lower --lr" in line
+    assert "not finite" in line and "lower learning rate" in line
     assert saved_iteration(tmp_path / "run") == len(csv_rows(tmp_path / "run/progress.csv")) == 3
     weights = trmrl.load_agent(tmp_path / "run").state_dict().values()
     assert all(x.isfinite().all() for x in weights)

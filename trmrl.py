@@ -29,7 +29,7 @@ Sections 2 to 9 follow the paper; 10 to 12 are machinery, which you can skip at 
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
      9. Meta-training       the outer loop
-    10. Runs                saving, resuming and reporting
+    10. Runs                starting, saving, resuming and reporting
     11. Processes           devices, and several processes with torchrun
     12. Command line        flags, and errors that fit on one line
 
@@ -94,7 +94,7 @@ METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # what ml1 and m
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
-    # ml1_reach and every other ml1_<task>; ml45_train
+    # "ml1" is for ml1_reach and every other ml1_<task>, "ml45" for ml45_train.
     "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
     "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
 }
@@ -108,7 +108,7 @@ def setting(group, default, help, low=0, high=10**9):
 @dataclass
 class Config:
     # Not fields, because they have no annotation. A baseline overrides both; not_flags names the
-    # settings that it ignores or fixes itself: they are neither flags nor checked.
+    # settings that it ignores or fixes itself, which are not flags of its command.
     presets = PRESETS
     not_flags = ()
 
@@ -139,13 +139,13 @@ class Config:
     minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
     lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly, to this fraction", high=1)
+    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
     max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
         # ml1_push takes the preset of ml1; an env of your own takes the half-cheetah's.
-        family = self.env if self.env in self.presets else self.env.split("_")[0]
-        preset = self.presets.get(family, self.presets["halfcheetah_vel"])
+        key = self.env if self.env in self.presets else self.env.split("_")[0]
+        preset = self.presets.get(key, self.presets["halfcheetah_vel"])
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -238,7 +238,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # a Run sets it to --threads
+        threads = torch.get_num_threads()  # Run and --eval set it to --threads
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
@@ -259,7 +259,7 @@ class MujocoFamily(TaskFamily):
         after = states[:, -1]
 
         # A simulation may diverge; MuJoCo then resets it, its clock included. Such a step is
-        # undone: the body stays where it was and gets the reward of not moving.
+        # undone: the body stays where it was and gets the reward of zero velocity.
         clock_reset = np.abs(after[:, 0] - before[:, 0] - self.dt) > 1e-6
         bounded = np.abs(after).max(axis=1) < 1e3  # also false for NaN
         diverged = clock_reset | ~bounded
@@ -464,13 +464,13 @@ class Buffer:
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
         self.reward = self.token[:, :T, -2]
         self.eta = self.token[:, :T, -1]
-        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # at step t, nothing older is seen
+        self.memory_start = zeros(R, T + 1, dtype=torch.long)  # the oldest step that step t may see
 
         # The states before they are normalised, for the statistics of the normalizer.
         self.observation = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance: calling Player.act twice gives the
-        # same answer twice.
+        # same answer twice. (Its column T is never used.)
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
@@ -789,7 +789,8 @@ class Player:
             observation, reward, terminated, truncated, _ = envs.step(action)
             player.observe(observation, reward, terminated, truncated)
 
-    It plays at most max_steps steps. Where an episode ends early, reset as `collect` does below.
+    It plays at most max_steps steps. To play on after an episode, reset as `collect` does below.
+    The environment must clip actions to [-1, 1] and must not reset itself.
     The example takes mean actions; on MetaWorld, meta-tests use act(observation, sample=True).
     """
 
@@ -865,9 +866,9 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
 # A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Ours end where the memory is cleared: later rewards do not depend on earlier
-# actions. They also end, even with --keep-memory, where an episode terminates, or else a fall would
-# cost little. V is the value that GAE uses after the last step of an episode:
+# one trajectory. Our trajectories end where the memory is cleared: later rewards do not depend on
+# earlier actions. They also end, even with --keep-memory, where an episode terminates, or else a
+# fall would cost little. V is the value that GAE uses after the last step of an episode:
 #
 #                   by default                 with --keep-memory
 #     terminated    ends, V = 0                ends, V = 0
@@ -947,16 +948,17 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
+            old_log_prob = buffer.log_prob[row, t]
+            targets = advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Only now, so that acting and learning on this batch used the same normalizer.
+    # For the next batch: the buffer holds the states of this one as they were normalised.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
-    table = torch.stack([torch.stack(list(metrics.values())) for metrics in history])
+    table = torch.stack([torch.stack(list(m.values())) for m in history])
     means = sum_over_processes(table.mean(dim=0)) / WORLD_SIZE
     return dict(zip(history[0], means.tolist())) | {
         "updates": len(history),
@@ -1017,6 +1019,7 @@ def train_iteration(run):
     rng = np.random.default_rng(task_seed)
     tasks = envs.sample_tasks(rng, envs.num_envs // config.rows_per_task)
     tasks = np.repeat(tasks, config.rows_per_task, axis=0)  # tasks 5 8, two rows each: 5 5 8 8
+    # A row holds one episode or, with --keep-memory, all E of them.
     steps = config.episodes_per_trial // config.rows_per_task * envs.episode_length
     buffer = collect(agent, envs, tasks, steps, sample=True, seed=trial_seed)
 
@@ -1027,7 +1030,7 @@ def train_iteration(run):
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise UserError("a loss or a gradient is not finite; start a new run with a lower --lr")
+        raise UserError("a loss or a gradient is not finite; try a lower learning rate")
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
     return buffer, metrics | {"lr": lr_factor * config.lr}
@@ -1058,41 +1061,14 @@ def train_until_finished(run):
             if run.iteration % run.agent.config.eval_every == 0 or run.finished:
                 meta_test_splits(run)
             run.seconds += time.monotonic() - began
-            run.cpu_seconds += time.process_time() - cpu_began
+            run.cpu_seconds += time.process_time() - cpu_began  # of process 0
             save_and_report(run, buffer, metrics, speed)
-
-
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
-    # Only process 0 checks: the others might see the folder that it has just created.
-    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return execute(Run(folder, config, make_tasks, agent_class))
-
-
-def execute(run):
-    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
-    try:
-        if RANK == 0:
-            print_header(run)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        train_until_finished(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
-            raise
-        raise type(error)(f"{error}; {run.resume_hint}") from None
-    return run.agent
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
 #
 # A run folder holds config.json, progress.csv (a row per iteration), eval.csv (a row per task and
-# episode), agent.pt and checkpoint.pt, all written after every iteration. Each is replaced
+# episode), agent.pt and checkpoint.pt, written at the start and after every iteration, each
 # atomically: a crash of the program leaves the old file or the new one. Loading a file never runs
 # code that is in it (weights_only).
 
@@ -1115,7 +1091,7 @@ class Run:
         # The environments of this process, one for each row.
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # Fail here, not in the first iteration, if the family cannot draw this many tasks.
+        # Fail here, before the folder exists, if the family cannot draw this many tasks.
         self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
@@ -1135,7 +1111,7 @@ class Run:
         self.planned_steps = self.total_iterations * self.steps_per_iteration  # rounded up
         self.seconds = self.cpu_seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts; also in the checkpoint
-        self.test_score = "-"  # as text
+        self.test_score = "-"  # text for the progress line
         self.test_table = ""
 
     @property
@@ -1178,6 +1154,15 @@ class Run:
             os.replace(temporary, self.folder / name)
 
 
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    # Only process 0 checks: the others might see the folder that it has just created.
+    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    return execute(Run(folder, config, make_tasks, agent_class))
+
+
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes` may set device and threads."""
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
@@ -1192,6 +1177,24 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+
+
+def execute(run):
+    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        train_until_finished(run)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
+        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+            raise
+        raise type(error)(f"{error}; {run.resume_hint}") from None
+    return run.agent
 
 
 def load_file(path, agent_class):
@@ -1211,7 +1214,9 @@ def load_file(path, agent_class):
         if name != agent_class.name:
             module = "trmrl.py" if name == TrMRL.name else f"-m baselines.{name}"
             action = "--resume" if path.name == "checkpoint.pt" else "--eval"
-            raise ValueError(f"an agent of {name}; type: python {module} {action} {path.parent}")
+            raise ValueError(
+                f"it is an agent of {name}; type: python {module} {action} {path.parent}"
+            )
         config = agent_class.Config(**settings)
         check_config(config)
         agent = agent_class(config, saved["sizes"])
@@ -1240,7 +1245,7 @@ def score_text(returns, success):
 
 
 def results_table(returns, success, envs):
-    """The result of a meta-test: a line per episode, then one per class if there are several."""
+    """A line per episode, then one per class (over all episodes) if there are several."""
     # Indices into (tasks, episodes): a column (one episode) or rows (one class).
     selections = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
@@ -1301,9 +1306,10 @@ def save_and_report(run, buffer, metrics, speed):
     line = f"{step / 1e6:.3f}/{run.planned_steps / 1e6:.3f} M steps, {speed:,.0f}/s, "
     line += f"{minutes}:{seconds:02d} left; return: test {run.test_score}, "
     line += f"train {score_text(returns, success)}"
-    if sys.stdout.isatty():  # one live line; in a pipe, a line per iteration
+    live = sys.stdout.isatty()  # in a terminal one live line, in a pipe a line per iteration
+    if live:
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
-    print(line, end="" if sys.stdout.isatty() and not run.finished else "\n", flush=True)
+    print(line, end="" if live and not run.finished else "\n", flush=True)
     if run.finished:
         print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
         print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
@@ -1333,7 +1339,7 @@ def pick_device(name):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Imports the compiler. Adam would do so later, which may crash Python on exit.
+        # Import the compiler now: if Adam does so later, Python may crash on exit.
         torch.compiler.reset()
         # The others wait while process 0 meta-tests, which can take longer than NCCL's default.
         patience = timedelta(hours=2)
@@ -1412,7 +1418,7 @@ def make_parser(agent_class, env):
     )
     group = parser.add_argument_group("meta-test an agent, or continue a run")
     group.add_argument("--eval", metavar="RUN", help="meta-test the agent of a run")
-    group.add_argument("--split", help="with --eval: test (default), ood, or train")
+    group.add_argument("--split", help="with --eval: test (default), train, or ood if there is one")
     group.add_argument("--episodes", type=integer, help="with --eval: episodes per task")
     actions = group.add_mutually_exclusive_group()
     actions.add_argument("--mean", action="store_true", help="with --eval: mean actions")
@@ -1428,9 +1434,11 @@ def make_parser(agent_class, env):
         title = f.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        options = {"type": integer if f.type is int else f.type, "metavar": f.type.__name__.upper()}
         if f.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
+        else:
+            kind = integer if f.type is int else f.type
+            options = {"type": kind, "metavar": f.type.__name__.upper()}
         default = getattr(defaults, f.name)
         meaning = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
         groups[title].add_argument(flag(f.name), help=meaning, **options)

@@ -3,12 +3,13 @@
 
     rl2      its memory is the hidden state of a GRU (PPO)
     varibad  a GRU infers a belief about the task, and the policy acts on it (PPO and a VAE)
-    pearl    infers the task from one episode to the next (SAC, off-policy)
+    pearl    infers the task before each episode, from those before it (SAC, off-policy)
     maml     adapts its weights by one gradient step (TRPO)
     oracle   is told the task (PPO)
 
-Read rl2.py first, then varibad.py, which borrows two of its functions. Letters such as E, R and T
-are those of trmrl.py.
+The score of an agent is the return of its first test episode; pearl and maml adapt between episodes
+and are scored on the third. Read rl2.py first, then varibad.py, which borrows two of its functions.
+Letters such as E, R and T are those of trmrl.py.
 """
 
 # Settings that are not flags of a baseline: those of the transformer, which it does not have, and

@@ -15,11 +15,11 @@ samples while it explores, also in meta-tests. As in the paper, the outer gradie
 explored steps as given: exploring actions get no credit for what they reveal.
 
 Differences: the paper gathers 20 episodes of a task for the inner step and 20 for the outer one; we
-have one trial, E - 1 exploring episodes (two by default) and the adapted one (several, if the ant
-falls early). Our networks have 64 tanh units (the paper: 100 ReLU), states are normalised, gamma is
-the preset's, and we use GAE with another baseline (see Advantages), probability ratios in the inner
-step, and a larger KL bound and more damping than the authors' code. A meta-test takes one inner
-step, not several.
+have one trial: E - 1 exploring episodes (two by default), then an adapted one (if the ant falls
+early, others fill the row). Our networks have two layers of 64 tanh units (the paper: 100 ReLU),
+states are normalised, gamma is the preset's, and we use GAE with a baseline fitted to all tasks of
+the previous batch (see Advantages), probability ratios in the inner step, and a larger KL bound and
+more damping than the authors' code. A meta-test takes one inner step, not several.
 
 Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
 columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
@@ -53,8 +53,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model")
-    not_flags += ("clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
+    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
+    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")  # of Adam
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -68,9 +68,8 @@ class Config(trmrl.Config):
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# A trial has two phases: exploring, then adapted. Phase(buffer, rows, mask), at the end of this
-# file, holds one of them: `rows` selects rows of the buffer, `mask` the steps of these rows (it may
-# be shorter than they are). Its method to_samples computes their advantages.
+# A trial has two phases: exploring, then adapted. A Phase (end of this file) holds the steps of one
+# of them; its method to_samples turns them into Samples, with advantages.
 
 
 class Samples(NamedTuple):
@@ -91,9 +90,9 @@ class Samples(NamedTuple):
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old, the gradient is that of A(s, a) log pi(a | s), but the second derivative, which
-    the outer step needs, is not. That of the ratio is grad^2 log pi + grad log pi (grad log pi)^T;
-    log pi lacks the second term (Rothfuss et al. 2019).
+    At pi = pi_old, its gradient is that of A(s, a) log pi(a | s), but its second derivative, which
+    the outer step needs, is not: A (grad^2 log pi + grad log pi (grad log pi)^T), of which log pi
+    lacks the second term (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -121,12 +120,12 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, memory_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         del self.value_head  # the baseline is linear
-        # Weights of the value baselines (see Phase.features): exploring and adapted, (2, D).
+        # Weights of the linear value baselines, exploring and adapted, (2, D): see Phase.features.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
     @property
     def theta(self):
-        """The initial weights, (P,)."""
+        """The initial weights as one vector, (P,)."""
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
     def policy(self, weights, state):
@@ -160,7 +159,7 @@ class MAML(trmrl.Agent):
 
         # The inner step of the rows whose last exploring episode ended with the previous step. All
         # their steps so far are exploring ones.
-        adapts_now = episode == exploring_episodes  # false at t = 0: there is an exploring episode
+        adapts_now = episode == exploring_episodes  # false at t = 0, since E >= 2
         if t > 0:
             adapts_now &= done[:, -1]
         if adapts_now.any():
@@ -174,7 +173,7 @@ class MAML(trmrl.Agent):
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
-        """One outer step, by TRPO."""
+        """One outer step, by TRPO; the optimizer and the generator are not used."""
         config = self.config
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
@@ -276,11 +275,16 @@ def trpo_step(objective, kl, theta, max_kl):
 # Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
 # batch. As a hint of the task, its features include the state times the mean reward of the phase: a
 # velocity, say, is worth more in one task than in another. Since the mean reward depends on the
-# actions, this biases the gradient slightly.
+# actions, this biases the gradient slightly. What the baseline fits is the return less that of
+# earning the mean reward forever.
 
 
 class Phase:
-    """The exploring or the adapted part of some rows: the steps where the mask (R, T) is true."""
+    """The exploring or the adapted part of some rows of a buffer.
+
+    `rows` selects the rows; mask (R, T) is true at the steps of the phase. T may be shorter than
+    the rows of the buffer: `act` has only the steps so far.
+    """
 
     def __init__(self, buffer, rows, mask):
         T = mask.shape[1]
@@ -325,7 +329,8 @@ class Phase:
         # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma);
         # after a time limit, the mean reward is earned forever.
         y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
-        return torch.linalg.solve(X.T @ X / M + RIDGE * torch.eye(D).to(X), X.T @ y / M)
+        ridge = RIDGE * torch.eye(D, device=X.device)
+        return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)
 
     def to_samples(self, beta, config):
         """The selected steps as Samples, with advantages standardised in each row."""

@@ -25,7 +25,7 @@ PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model")
+    not_flags = (*NOT_FLAGS, "d_model")  # it has no memory
 
 
 class Oracle(trmrl.Agent):

@@ -14,18 +14,20 @@ encoder, and a KL divergence keeps the posterior near the prior. The policy's gr
 
 The main differences from the paper, and some details:
 
-- The paper visits 100 fixed tasks (half-cheetah velocities) many times. It takes contexts from the
-  recent data of a task and RL batches from all of it. Here every iteration draws new tasks, so a
-  trial is all the data of its task: the context and the RL batch come from the same trial and may
-  overlap. Trials are drawn from the whole replay, recent ones more often.
-- As in the authors' code, a context in training is a fixed number of random transitions (C = 64),
-  never none. The agent acts on all transitions so far, so its posterior is narrower, and in its
-  first episode on the prior, which only the KL divergence relates to what it has learned.
+- The paper visits a fixed set of tasks (100 half-cheetah velocities) many times. It takes contexts
+  from the recent data of a task and RL batches from all of it. Here every iteration draws tasks
+  anew, and a trial counts as all the data of its task, even where tasks recur (AntDir, MetaWorld):
+  context and RL batch come from the same trial and may overlap. Trials are drawn from the whole
+  replay, recent ones more often.
+- As in the authors' code, a context in training is a fixed number of random transitions (here 64),
+  never none. The agent acts on all transitions so far, so its posterior is narrower. In its first
+  episode it acts on the prior, on which it is never trained: only the KL divergence keeps the
+  posteriors of training close to it.
 - A transition of the context is (s, a, r), without the next state, as in the authors' code.
 - The sizes of the authors' code are too slow for one core: 16 tasks with 256 transitions each per
-  gradient step, three layers of 300 units. Ours: 16 tasks with 32 transitions, two layers of 128
-  units. Learning rates, gamma and the rate of the target networks differ, too, and gradients are
-  clipped.
+  gradient step, three layers of 300 units (encoder: 200). Ours: 16 tasks with 32 transitions, two
+  layers of 128 units. Learning rates, gamma and the rate of the target networks differ, too, and
+  gradients are clipped.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. Observations are normalised, and rewards are
   scaled so that Q is about 1. The KL divergence, here a mean over tasks, has the weight 2e-5 (in
@@ -54,7 +56,8 @@ from trmrl import setting
 
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# Off-policy learning needs fewer environment steps, but more gradient steps per environment step.
+# Off-policy learning needs fewer environment steps (on MetaWorld we keep TrMRL's), but more
+# gradient steps per environment step.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -124,11 +127,6 @@ class PEARL(trmrl.Agent):
         # How many iterations the replay's file holds: this, not the replay, is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
-    def parameter_groups(self):
-        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        # eps is Adam's default; a Run sets 1e-5, for PPO.
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
-
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
         M, C = reward.shape
@@ -183,7 +181,7 @@ class PEARL(trmrl.Agent):
             z[:, t] = z[:, t - 1]
             begins = buffer.eta[:, t - 1] > 0
         if begins.any():
-            past = (buffer.state, buffer.action, buffer.reward)
+            past = (buffer.state, buffer.clipped_action, buffer.reward)
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
@@ -221,7 +219,7 @@ class PEARL(trmrl.Agent):
         state, action, reward, terminated, timed_out = self.unpack(batch)
         next_state, *_ = self.unpack(next_batch)
 
-        # Scale rewards to root mean square 1, as for the encoder, then by 1 - gamma, so that Q is
+        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is
         # about 1: a constant reward r is worth r / (1 - gamma). alpha is scaled likewise.
         gamma = self.config.gamma
         alpha = (1 - gamma) * self.config.entropy_weight
@@ -241,8 +239,8 @@ class PEARL(trmrl.Agent):
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
         # The critics' error also trains the encoder, through z. After a time limit the replay holds
-        # the first state of the next episode, not s' (except at the end of a row, which we treat
-        # alike): such a step has no target, and no error.
+        # the first state of the next episode, not s' (at the end of a row it does hold s', but we
+        # treat that alike): such a step has no target, and no error.
         error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
@@ -260,6 +258,11 @@ class PEARL(trmrl.Agent):
         metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
         return loss, {name: x.detach() for name, x in metrics.items()}
 
+    def parameter_groups(self):
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
+
     def remember(self, buffer):
         """Add trials to the replay. After --resume, the replay is first read from its file."""
         timed_out = buffer.eta * ~buffer.terminated
@@ -267,7 +270,7 @@ class PEARL(trmrl.Agent):
         outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
         trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
         if self.replay is None:
-            size = min(self.config.replay_size, self.config.total_steps)
+            size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
             capacity = math.ceil(size / buffer.reward.numel())  # in iterations
             # ab+ reads anywhere and writes at the end. Outside a run there is no folder.
             file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
@@ -293,7 +296,7 @@ class PEARL(trmrl.Agent):
 class Replay:
     """The trials of the last K iterations, (K, R, T + 1, width), and their file.
 
-    The numbers of a step: observation (S), action (A), reward, terminated, timed_out.
+    A step has S + A + 3 numbers, its width: observation, action, reward, terminated, timed_out.
     """
 
     def __init__(self, file, shape, capacity, iterations, device):
@@ -331,8 +334,8 @@ class Replay:
         slot = (self.iterations - 1 - age) % K
         row = (uniform(M, 1) * R).long()
 
-        # A context is C random steps of the first 1, 2, ... or E - 1 episodes (counted as if none
-        # ended early; of the only one if E is 1).
+        # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
+        # counted as if none ended early.
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()

@@ -11,9 +11,10 @@ own, hence the name.
 
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
 at most 50 steps, each of which starts from the hidden state that was stored when the agent acted
-(with slightly older weights). This is faster, and a minibatch can mix many tasks. Also, where an
-episode terminates (the ant falls), the trajectory of PPO ends, although the memory lives on; and
-policy and value share one GRU, of 64 units.
+(with slightly older weights). This is faster, and a minibatch can mix many tasks. Where an episode
+terminates (the ant falls), the return that PPO maximises ends, although the memory lives on. Policy
+and value share one GRU of 64 units. The memory is carried through all six episodes of a final
+meta-test, although a trial of training has only two.
 """
 
 import math
@@ -27,7 +28,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-SEGMENT = 50  # the most steps through which a gradient flows back
+MAX_SEGMENT = 50  # the most steps through which a gradient flows back
 
 # A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two
 # episodes, so that the agent learns to carry its memory from one to the next.
@@ -57,12 +58,12 @@ def gru_inputs(buffer, row, t):
     return torch.cat([buffer.state[row, t], previous], dim=-1)
 
 
-def segments(T):
+def segment_sizes(T):
     """How many segments a row of T steps has, and their length.
 
     400: 8 of 50; 70: 2 of 35; 201: 5 of 40, and the last step is left out.
     """
-    per_row = math.ceil(T / SEGMENT)
+    per_row = math.ceil(T / MAX_SEGMENT)
     return per_row, T // per_row
 
 
@@ -90,14 +91,14 @@ class RL2(trmrl.Agent):
         return buffer
 
     def recall(self, buffer, row, t):
-        """The output of the GRU at steps t; when acting, it is also stored as the hidden state.
+        """The output of the GRU at steps t; when acting, also stored as the next hidden state.
 
         Agent.act passes row and t of shape (R,): one step of every row. PPO passes those of
-        `minibatches`, (segments, length): consecutive steps.
+        `minibatches`, (segments, length): each segment is consecutive steps of one row.
         """
         hidden = buffer.stored["hidden"]
         x = gru_inputs(buffer, row, t)
-        if t.dim() == 2:  # learning
+        if t.dim() == 2:  # learning: each segment starts from its stored hidden state
             output, _ = self.gru(x, hidden[row[:, 0], t[:, 0]][None])
             return output
 
@@ -112,14 +113,15 @@ class RL2(trmrl.Agent):
         row and t are (segments, length); PPO treats every step alike, whatever the shape.
         """
         R, T = buffer.value.shape
-        per_row, length = segments(T)
+        per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        size = min(max(1, size), len(order))
+        size = min(max(1, size), len(order))  # at least one; at most all, if T has a remainder
         offset = torch.arange(length, device=self.device)
-        for segment in order[: len(order) // size * size].split(size):
-            row = (segment // per_row)[:, None].expand(-1, length)
-            yield row, (segment % per_row)[:, None] * length + offset
+        for index in order[: len(order) // size * size].split(size):
+            row = (index // per_row)[:, None].expand(-1, length)
+            t = (index % per_row)[:, None] * length + offset
+            yield row, t
 
 
 if __name__ == "__main__":

@@ -307,7 +307,7 @@ def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
     torch.testing.assert_close(ours, brute_force, rtol=1e-3, atol=1e-6)
 
     # In segments, too: only gradients end where a segment begins.
-    monkeypatch.setattr(rl2, "SEGMENT", 11)
+    monkeypatch.setattr(rl2, "MAX_SEGMENT", 11)
     torch.testing.assert_close(agent.negative_elbo(buffer, every, every, noise), (error, kl))
 
     # One belief and one reward at a time, it is the same on average.

@@ -4,23 +4,25 @@
 
 The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
 task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
-so far, updates the belief at every step. A decoder must predict the rewards of the trial, past and
-future, from a sample z of the belief: this teaches the encoder what distinguishes tasks. Encoder
-and decoder are thus a variational autoencoder (VAE), whose prior at each step is the belief of the
-step before. PPO trains a policy on the state and the belief (mean and log-variance), so it can act
-on its uncertainty. Its gradient stops at the belief.
+so far, updates the belief at every step. A decoder must predict the reward of every transition of
+the trial, past and future, from the transition and a sample z of the belief: this teaches the
+encoder what distinguishes tasks. Encoder and decoder are thus a variational autoencoder (VAE),
+whose prior at each step is the belief of the step before. PPO trains a policy on the state and the
+belief (mean and log-variance), so it can act on its uncertainty. PPO's gradient stops at the
+belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
 Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer,
 and its gradient flows back through segments, as in our RL^2; rewards are normalised and decoded as
-Gaussians of variance 1, but for the last one of an episode; the KL divergence has weight 1; the
-encoder is also told where episodes end; the trajectory of PPO ends where an episode terminates. The
-paper decodes transitions, too, where they differ between tasks; here they differ in ML45 only, and
-we decode rewards alone.
+Gaussians of variance 1, and the last one of an episode is not decoded; the GRU is smaller and reads
+its inputs without embeddings, but is also told where episodes end; the return of PPO ends where an
+episode terminates. The paper decodes transitions, too, where they differ between tasks. Here they
+do in ML45 and perhaps in a few tasks of ML1, but we decode rewards alone. As in RL^2, a final
+meta-test is longer than a trial of training.
 
-Shapes: R rows of T steps; K beliefs per row, and a z of each must predict J rewards; z is m in the
-paper, Z its size. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent
+Shapes: R rows of T steps; K beliefs per row, and a z of each must predict J rewards; z, of size Z,
+is the paper's m. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent
 knows when it acts at step t: s_t, but not a_t and r_t.
 """
 
@@ -32,7 +34,7 @@ from torch import nn
 
 import trmrl
 from baselines import NOT_FLAGS
-from baselines.rl2 import gru_inputs, segments
+from baselines.rl2 import gru_inputs, segment_sizes
 from trmrl import setting
 
 BELIEFS = 20  # K: beliefs per row that a gradient step decodes
@@ -127,6 +129,7 @@ class VariBAD(trmrl.Agent):
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
+        # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
@@ -143,13 +146,13 @@ class VariBAD(trmrl.Agent):
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
 
         R, T = buffer.reward.shape
-        per_row, length = segments(T)
+        per_row, length = segment_sizes(T)
         T = per_row * length  # a remainder of the row is left out
         noise_shape = (R, BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
         for _ in range(updates):
-            # A whole ELBO has T x T rewards to decode. We draw (with replacement) K of the T
+            # The full ELBO decodes T x T rewards per row. We draw (with replacement) K of the T
             # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
             belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
             reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
@@ -170,7 +173,7 @@ class VariBAD(trmrl.Agent):
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
 
-        of each row, where t and i run over its T steps. The outer sum is estimated by t in
+        for each row, where t and i run over its T steps. The outer sum is estimated by t in
         belief_steps (K,), the inner one by i in reward_steps (J,), the expectation by one z per t,
         from its noise (R, K, Z). The last reward of an episode counts as predicted without error.
         """
@@ -206,12 +209,13 @@ class VariBAD(trmrl.Agent):
         does not quite follow from the last one of the segment before.
         """
         R, T = buffer.reward.shape
-        per_row, length = segments(T)
+        per_row, length = segment_sizes(T)
         T = per_row * length
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
-        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1).contiguous()
+        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
+        hidden = hidden.contiguous()  # also if R is 1, for cuDNN
         belief, _ = self.vae.encode(x, hidden)
         return belief.view(R, T, -1)
 
