@@ -75,6 +75,12 @@ class UserError(Exception):
     """An error the user can fix; the command line prints it as one line."""
 
 
+def did_you_mean(name, names):
+    """' (did you mean ...?)', or nothing if no name is close."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 # ---- 1. Configuration ----------------------------------------------------------------------------
 #
 # Every field of Config is also a flag: memory_length is --memory-length. A field whose default is
@@ -89,8 +95,8 @@ class UserError(Exception):
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-ARM = dict(layers=1, init_std=0.7, gamma=0.98, gae_lambda=0.95, lr=3e-4)
-METAWORLD = ARM | dict(episodes_per_trial=1, memory_length=40)  # what ml1 and ml45 share
+METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
+METAWORLD |= dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)  # what ml1 and ml45 share
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
@@ -152,7 +158,7 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """Rows of the buffer (section 3) per task: E, or one with --keep-memory."""
+        """Rows of a buffer per task: one per episode, or one for all E with --keep-memory."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
@@ -162,8 +168,8 @@ class Config:
 # its rewards. On MetaWorld they also differ in the objects and their places, which the agent sees.
 # A batch of tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode
 # lengths of half-cheetah and ant are those of the author's release, except that the ant has no
-# contact cost (it is tiny) and no reward for surviving a step in which it falls. Both observe what
-# they do in Gymnasium, without contact forces: not their place on the ground.
+# contact cost (it is tiny) and no reward for surviving a step in which it falls. Observations are
+# Gymnasium's, which leave out the position on the ground, here also without contact forces.
 
 
 class TaskFamily(VectorEnv):
@@ -182,7 +188,7 @@ class TaskFamily(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")  # "train" first; a run is meta-tested on the others
+    splits = ("train", "test")  # these, then any others; a run is meta-tested on all but "train"
     classes = ()  # names, if tasks come in classes; tasks[:, 0] is then the index of the class
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
@@ -331,14 +337,17 @@ def metaworld_tasks(env):
 
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)  # the seed fixes the tasks
-        splits = (benchmark.train_tasks, benchmark.train_tasks)  # App. B tests on training tasks
+        task_lists = (
+            benchmark.train_tasks,
+            benchmark.train_tasks,
+        )  # App. B tests on training tasks
     else:
         name = env.removeprefix("ml1_").replace("_", "-")
         benchmark = metaworld.ML1(f"{name}-v3", seed=0)
-        splits = (benchmark.train_tasks, benchmark.test_tasks)
+        task_lists = (benchmark.train_tasks, benchmark.test_tasks)
     classes = list(benchmark.train_classes)
     tasks = np.zeros((2, len(classes), 50, 7))
-    for split_id, split_tasks in enumerate(splits):
+    for split_id, split_tasks in enumerate(task_lists):
         for i, task in enumerate(split_tasks):  # sorted by class, 50 of each
             class_id = classes.index(task.env_name)
             rand_vec = pickle.loads(task.data)["rand_vec"]
@@ -353,7 +362,8 @@ class MetaWorldFamily(TaskFamily):
 
     def __init__(self, env, num_envs, seed=0, split="train"):
         self.classes, self.train_tasks, self.test_tasks = metaworld_tasks(env)
-        # MetaWorld's episodes have 500 steps; ours of the training split 300, to see more tasks.
+        # MetaWorld's episodes have 500 steps. Ours have 300 in the training split, to see more
+        # tasks, so returns of the two splits do not compare.
         self.episode_length = 300 if split == "train" else 500
         # In Reach the object is irrelevant, but its position reveals which of the 50 training goals
         # is active. To keep agents from memorising that, training shifts the observed object by a
@@ -440,10 +450,11 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 # limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
 # there by default, and the agent never sees eta = 1; with --keep-memory it does.
 #
-# By default nothing passes from one episode of a trial to the next, so the E episodes are played
-# side by side, as E rows of the buffer. With --keep-memory, and in a meta-test, they follow each
-# other in one row; what is kept matters in the first N - 1 steps of an episode. The length of a row
-# is fixed: where an episode terminates early (the ant falls), another begins at once.
+# By default nothing passes from one episode of a trial to the next (E only multiplies the data), so
+# training plays the E episodes side by side, as E rows of the buffer. A meta-test plays episodes
+# one after the other in one row. So does training with --keep-memory; what is kept then matters in
+# the first N - 1 steps of an episode. The length of a row is fixed: where an episode terminates
+# early (the ant falls), another begins at once.
 
 
 class Buffer:
@@ -470,7 +481,7 @@ class Buffer:
         self.observation = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance: calling Player.act twice gives the
-        # same answer twice. (Its column T is never used.)
+        # same answer twice. (Column T: some baselines read it at s_T, where no action is taken.)
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
@@ -533,10 +544,11 @@ def window(buffer, row, t, N):
 # values weighted by alpha, represents the task (Eq. 3 and 5; W is the value projection). mu is the
 # consensus of Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
-# This is standard causal attention: hidden scores become minus infinity, and the d under the root
-# is the size of one head. (Eq. 1, 4 and 5 have misprints: see docs/differences.md.) App. E does not
-# say what replaces T-Fixup when it is off; --no-tfixup uses the layer normalisation of Sec. 3.2,
-# after each residual, without warm-up.
+# This is standard causal attention: scores are divided by the root of the size of one head, and
+# hidden ones become minus infinity, before the softmax. (Eq. 1 multiplies them by the mask; Eq. 4
+# and 5 divide after the softmax, and have i <= j for j <= i and slips in their indices.) App. E
+# does not say what replaces T-Fixup when it is off; --no-tfixup uses the layer normalisation of
+# Sec. 3.2, after each residual, without warm-up.
 
 
 def sinusoids(N, d):
@@ -658,10 +670,10 @@ class RunningStats(nn.Module):
         self.var += weight * (var - self.var + (1 - weight) * delta.square())
 
 
-def mlp(sizes, output_scale=1.0):
+def mlp(widths, output_scale=1.0):
     """Linear layers with tanh between them; Xavier initialisation, the last layer scaled."""
     modules = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
+    for inputs, outputs in zip(widths, widths[1:]):
         linear = nn.Linear(inputs, outputs)
         xavier(linear)
         modules += [linear, nn.Tanh()]
@@ -698,7 +710,7 @@ class Agent(nn.Module):
         self.config = config
         self.sizes = sizes  # of a state, an action and a task: (S, A, k)
         self.folder = None  # run folder
-        self.trained_steps = 0
+        self.trained_steps = 0  # environment steps so far
         S, A, _ = sizes
         self.normalizer = RunningStats(S)
         self.reward_stats = RunningStats(1)
@@ -789,8 +801,8 @@ class Player:
             observation, reward, terminated, truncated, _ = envs.step(action)
             player.observe(observation, reward, terminated, truncated)
 
-    It plays at most max_steps steps. To play on after an episode, reset as `collect` does below.
-    The environment must clip actions to [-1, 1] and must not reset itself.
+    To play on after an episode (an ant may fall early), reset as `collect` does below; at most
+    max_steps steps in all. The environment must clip actions to [-1, 1] and not reset itself.
     The example takes mean actions; on MetaWorld, meta-tests use act(observation, sample=True).
     """
 
@@ -815,7 +827,10 @@ class Player:
 
     @torch.no_grad()
     def observe(self, observation, reward, terminated, truncated):
-        """Append (s_t, a_t, r_t, eta_t) to B. `observation` is s_{t+1}, before any reset."""
+        """Append (s_t, a_t, r_t, eta_t) to B. All arguments are arrays with R rows.
+
+        `observation` is s_{t+1}, before any reset.
+        """
         buffer, t = self.buffer, self.t
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
@@ -954,7 +969,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # For the next batch: the buffer holds the states of this one as they were normalised.
+    # Affects the next batch only: the buffer holds the states of this one already normalised.
     agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1119,6 +1134,10 @@ class Run:
         return self.iteration >= self.total_iterations
 
     @property
+    def checkpoint(self):
+        return self.folder / "checkpoint.pt"
+
+    @property
     def resume_hint(self):
         command = self.agent.command
         if WORLD_SIZE > 1:
@@ -1165,6 +1184,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes` may set device and threads."""
+    # This agent only provides the checked config: Run builds its own, on the device.
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
     run.agent.load_state_dict(saved["weights"])
@@ -1187,11 +1207,11 @@ def execute(run):
             run.save()  # creates the folder, or brings all files back to the checkpoint
         train_until_finished(run)
     except KeyboardInterrupt:
-        if RANK == 0:
+        if RANK == 0 and run.checkpoint.exists():
             print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
     except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
-        if not (run.folder / "checkpoint.pt").exists():  # nothing to continue
+        if not run.checkpoint.exists():  # nothing to continue
             raise
         raise type(error)(f"{error}; {run.resume_hint}") from None
     return run.agent
@@ -1360,12 +1380,6 @@ def sum_over_processes(x):
 # ---- 12. Command line ----------------------------------------------------------------------------
 #
 # Flags come from the fields of Config. An error the user can fix is one line, without a traceback.
-
-
-def did_you_mean(name, names):
-    """' (did you mean ...?)', or nothing if no name is close."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def flag(name):

@@ -7,11 +7,12 @@
     maml     adapts its weights by one gradient step (TRPO)
     oracle   is told the task (PPO)
 
-The score of an agent is the return of its first test episode; pearl and maml adapt between episodes
-and are scored on the third. Read rl2.py first, then varibad.py, which borrows two of its functions.
-Letters such as E, R and T are those of trmrl.py.
+The score of an agent is the return of its first test episode; pearl and maml adapt only between
+episodes and are scored on the third. All are subclasses of trmrl.Agent, and letters such as E, R
+and T are those of trmrl.py. Read oracle.py first, the smallest; then rl2.py; then varibad.py, which
+borrows two functions of rl2.py.
 """
 
-# Settings that are not flags of a baseline: those of the transformer, which it does not have, and
+# Settings that are not flags of any baseline: those of the transformer, which it does not have, and
 # keep_memory, which the method decides (true if the episodes of a trial depend on each other).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

@@ -68,8 +68,9 @@ class Config(trmrl.Config):
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# A trial has two phases: exploring, then adapted. A Phase (end of this file) holds the steps of one
-# of them; its method to_samples turns them into Samples, with advantages.
+# A trial has two phases: exploring, from which the inner step learns, and adapted, from which the
+# outer one does. A Phase (end of this file) holds the steps of one of them; its method to_samples
+# turns them into Samples, with advantages.
 
 
 class Samples(NamedTuple):
@@ -90,9 +91,9 @@ class Samples(NamedTuple):
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old, its gradient is that of A(s, a) log pi(a | s), but its second derivative, which
-    the outer step needs, is not: A (grad^2 log pi + grad log pi (grad log pi)^T), of which log pi
-    lacks the second term (Rothfuss et al. 2019).
+    At pi = pi_old its gradient is that of A log pi, but its second derivative, which the outer step
+    needs, is A (grad^2 log pi + grad log pi (grad log pi)^T). That of A log pi lacks the second
+    term (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -119,7 +120,7 @@ class MAML(trmrl.Agent):
         S = sizes[0]
         super().__init__(config, sizes, memory_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        del self.value_head  # the baseline is linear
+        del self.value_head  # a linear value baseline takes its place, see Phase
         # Weights of the linear value baselines, exploring and adapted, (2, D): see Phase.features.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
@@ -184,7 +185,7 @@ class MAML(trmrl.Agent):
         outer_samples = adapted.to_samples(self.betas[1], config)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it. At the present theta it gives the policies that acted.
+        # through it. At the present theta it gives the policies that acted, but for rounding.
         def adapted_policies(theta):
             """Mean (R, C, A) and log_std (R, A)."""
             return vmap(self.policy)(self.adapt(theta, inner_samples), outer_samples.state)
@@ -282,8 +283,8 @@ def trpo_step(objective, kl, theta, max_kl):
 class Phase:
     """The exploring or the adapted part of some rows of a buffer.
 
-    `rows` selects the rows; mask (R, T) is true at the steps of the phase. T may be shorter than
-    the rows of the buffer: `act` has only the steps so far.
+    `rows` selects R rows of the buffer; mask (R, T) is true at the steps of the phase. T may be
+    shorter than the rows of the buffer: `act` has only the steps so far.
     """
 
     def __init__(self, buffer, rows, mask):

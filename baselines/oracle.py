@@ -40,7 +40,7 @@ class Oracle(trmrl.Agent):
 
     def __init__(self, config, sizes):
         S, _, k = sizes
-        super().__init__(config, sizes, memory_size=S + k)
+        super().__init__(config, sizes, memory_size=S + k)  # the size of what recall returns
         self.task_normalizer = trmrl.RunningStats(k)
 
     def recall(self, buffer, row, t):

@@ -30,8 +30,9 @@ The main differences from the paper, and some details:
   gradients are clipped.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. Observations are normalised, and rewards are
-  scaled so that Q is about 1. The KL divergence, here a mean over tasks, has the weight 2e-5 (in
-  the authors' code 0.1, of a sum, and unscaled Q). One Adam serves encoder, critics and policy.
+  scaled so that Q is about 1, which makes its errors small. So the KL divergence, a mean over
+  tasks, has the weight 2e-5 (in the authors' code a sum, 0.1 and a larger Q). One Adam serves
+  encoder, critics and policy.
 
 Shapes: M tasks (in trmrl.py M counts steps) with B transitions each, and C transitions of context;
 S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
@@ -158,13 +159,16 @@ class PEARL(trmrl.Agent):
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
 
-    def q(self, critics, state, action, z):
+    def q_values(self, critics, state, action, z):
         """Both Q functions, (2, ...)."""
         x = torch.cat([state, action, z], dim=-1)
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
     def new_buffer(self, rows, steps, generator):
-        """z[:, t] is the z of step t. Its noise is drawn in advance, like that of actions."""
+        """z[:, t] is the z of step t, with T + 1 columns: Player.observe also calls `act` at s_T.
+
+        Its noise is drawn in advance, like that of actions.
+        """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
         buffer.stored["z"] = z
@@ -235,13 +239,13 @@ class PEARL(trmrl.Agent):
         # alone if s' is terminal.
         with torch.no_grad():
             next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
-            next_q = self.q(self.targets, next_state, next_action, z).amin(dim=0)
+            next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
         # The critics' error also trains the encoder, through z. After a time limit the replay holds
         # the first state of the next episode, not s' (at the end of a row it does hold s', but we
         # treat that alike): such a step has no target, and no error.
-        error = (1 - timed_out) * (self.q(self.critics, state, action, z) - y)  # (2, M, B)
+        error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss must train the
@@ -250,7 +254,7 @@ class PEARL(trmrl.Agent):
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))
-        min_q = self.q(self.critics, state, new_action, z).amin(dim=0)
+        min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
         policy_loss = (alpha * log_prob - min_q).mean()
         self.critics.requires_grad_(True)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""VariBAD: "A Very Good Method for Bayes-Adaptive Deep RL via Meta-Learning" (Zintgraf et al.
-2020).
+"""VariBAD: "A Very Good Method for Bayes-Adaptive Deep RL via Meta-Learning"
+(Zintgraf et al. 2020).
 
 The agent is uncertain about the task, and it knows how uncertain it is: it holds a belief about the
 task, a Gaussian over a small latent vector z. An encoder, a GRU over all that happened in the trial
@@ -17,7 +17,7 @@ Differences from the authors' code: the VAE learns from the current batch, not f
 and its gradient flows back through segments, as in our RL^2; rewards are normalised and decoded as
 Gaussians of variance 1, and the last one of an episode is not decoded; the GRU is smaller and reads
 its inputs without embeddings, but is also told where episodes end; the return of PPO ends where an
-episode terminates. The paper decodes transitions, too, where they differ between tasks. Here they
+episode terminates. The paper also decodes next states where the dynamics differ between tasks. They
 do in ML45 and perhaps in a few tasks of ML1, but we decode rewards alone. As in RL^2, a final
 meta-test is longer than a trial of training.
 
@@ -40,8 +40,9 @@ from trmrl import setting
 BELIEFS = 20  # K: beliefs per row that a gradient step decodes
 REWARDS = 20  # J: rewards that each of them predicts
 
-# On the half-cheetah an MLP tolerates a higher learning rate than the transformer. On MetaWorld a
-# trial has two episodes, so that the agent learns to carry its belief from one to the next.
+# On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
+# MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
+# next.
 PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 for env in ("ml1", "ml45"):
@@ -76,11 +77,11 @@ class VAE(nn.Module):
     A belief is the mean and the log-variance of q(z | tau_{:t}), 2 Z numbers.
     """
 
-    def __init__(self, S, A, d, latent_size):
+    def __init__(self, S, A, d, Z):
         super().__init__()
         self.gru = nn.GRU(S + A + 2, d, batch_first=True)
-        self.to_belief = nn.Linear(d, 2 * latent_size)
-        self.decoder = trmrl.mlp([latent_size + S + A + S, 64, 64, 1])
+        self.to_belief = nn.Linear(d, 2 * Z)
+        self.decoder = trmrl.mlp([Z + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden):
         """Inputs (rows, steps, S + A + 2) -> beliefs (rows, steps, 2 Z), hidden (1, rows, d)."""
@@ -168,7 +169,7 @@ class VariBAD(trmrl.Agent):
         return metrics
 
     def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
-        """The two terms of -ELBO, each divided by R T T, the number of rewards in the full sum.
+        """Reward error and KL divergence; their sum is -ELBO, divided by its R T T rewards.
 
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
