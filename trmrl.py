@@ -1134,11 +1134,9 @@ class Run:
         return self.iteration >= self.total_iterations
 
     @property
-    def checkpoint(self):
-        return self.folder / "checkpoint.pt"
-
-    @property
     def resume_hint(self):
+        if not (self.folder / "checkpoint.pt").exists():
+            return "nothing was saved"
         command = self.agent.command
         if WORLD_SIZE > 1:
             command = command.replace("python", f"torchrun --nproc-per-node {WORLD_SIZE}")
@@ -1207,12 +1205,10 @@ def execute(run):
             run.save()  # creates the folder, or brings all files back to the checkpoint
         train_until_finished(run)
     except KeyboardInterrupt:
-        if RANK == 0 and run.checkpoint.exists():
+        if RANK == 0:
             print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
         raise
     except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
-        if not run.checkpoint.exists():  # nothing to continue
-            raise
         raise type(error)(f"{error}; {run.resume_hint}") from None
     return run.agent
 
