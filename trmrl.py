@@ -1045,7 +1045,9 @@ def train_iteration(run):
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise UserError("a loss or a gradient is not finite; try a lower learning rate")
+        raise UserError(
+            "a loss or a gradient is not finite; start a new run with a lower learning rate"
+        )
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
     return buffer, metrics | {"lr": lr_factor * config.lr}

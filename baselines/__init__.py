@@ -3,14 +3,14 @@
 
     rl2      its memory is the hidden state of a GRU (PPO)
     varibad  a GRU infers a belief about the task, and the policy acts on it (PPO and a VAE)
-    pearl    infers the task before each episode, from those before it (SAC, off-policy)
-    maml     adapts its weights by one gradient step (TRPO)
+    pearl    infers the task before each episode, from the earlier ones (SAC, off-policy)
+    maml     adapts its weights by one policy gradient step (the outer step is TRPO's)
     oracle   is told the task (PPO)
 
 The score of an agent is the return of its first test episode; pearl and maml adapt only between
 episodes and are scored on the third. All are subclasses of trmrl.Agent, and letters such as E, R
 and T are those of trmrl.py. Read oracle.py first, the smallest; then rl2.py; then varibad.py, which
-borrows two functions of rl2.py.
+borrows two functions of rl2.py. pearl.py and maml.py stand alone.
 """
 
 # Settings that are not flags of any baseline: those of the transformer, which it does not have, and

@@ -153,23 +153,22 @@ class MAML(trmrl.Agent):
         return buffer
 
     def act(self, buffer, t, sample):
-        """Explore with theta, then act with theta'. The value is 0: Phase computes it later."""
-        exploring_episodes = self.config.episodes_per_trial - 1
+        """Explore with theta, then act with theta'. The value is 0: Phase has its own baseline."""
+        num_exploring = self.config.episodes_per_trial - 1
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
         # The inner step of the rows whose last exploring episode ended with the previous step. All
-        # their steps so far are exploring ones.
-        adapts_now = episode == exploring_episodes  # false at t = 0, since E >= 2
-        if t > 0:
-            adapts_now &= done[:, -1]
+        # their steps so far are exploring ones. (None at t = 0: there episode is 0, and E >= 2.)
+        adapts_now = (episode == num_exploring) & (buffer.eta[:, t - 1] > 0)
         if adapts_now.any():
             exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
             inner_samples = exploring.to_samples(self.betas[0], self.config)
             buffer.stored["weights"][adapts_now] = self.adapt(self.theta, inner_samples)
 
+        # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        noisy = (episode < exploring_episodes) | sample
+        noisy = (episode < num_exploring) | sample
         action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
@@ -296,7 +295,7 @@ class Phase:
         self.reward = buffer.reward[rows, :T]
         self.terminated = buffer.terminated[rows, :T]
         self.done = buffer.eta[rows, :T] > 0
-        self.done[:, -1] = True  # the row may end within an episode
+        self.done[:, -1] = True  # nothing follows the last step, even within an episode
         # Of the selected steps, (R, 1) each.
         self.count = mask.sum(dim=1, keepdim=True)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count

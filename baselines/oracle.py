@@ -31,7 +31,8 @@ class Config(trmrl.Config):
 class Oracle(trmrl.Agent):
     """An agent that acts on the state and the task.
 
-    To use it in a Player, set `player.buffer.task`, a tensor (R, k), first.
+    It reads buffer.task, which `collect` sets. In a Player of your own, set `player.buffer.task`, a
+    tensor (R, k), before acting.
     """
 
     name = "oracle"
@@ -40,7 +41,7 @@ class Oracle(trmrl.Agent):
 
     def __init__(self, config, sizes):
         S, _, k = sizes
-        super().__init__(config, sizes, memory_size=S + k)  # the size of what recall returns
+        super().__init__(config, sizes, memory_size=S + k)  # no memory: what the heads read
         self.task_normalizer = trmrl.RunningStats(k)
 
     def recall(self, buffer, row, t):

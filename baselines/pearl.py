@@ -29,10 +29,10 @@ The main differences from the paper, and some details:
   layers of 128 units. Learning rates, gamma and the rate of the target networks differ, too, and
   gradients are clipped.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
-  "Algorithms and Applications"), but a fixed alpha. Observations are normalised, and rewards are
-  scaled so that Q is about 1, which makes its errors small. So the KL divergence, a mean over
-  tasks, has the weight 2e-5 (in the authors' code a sum, 0.1 and a larger Q). One Adam serves
-  encoder, critics and policy.
+  "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
+- Observations are normalised, and rewards are scaled so that Q is about 1. Its errors are then
+  small, and so is the weight of the KL divergence: 2e-5 times the mean over tasks (the authors,
+  with a larger Q: 0.1 times the sum).
 
 Shapes: M tasks (in trmrl.py M counts steps) with B transitions each, and C transitions of context;
 S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
@@ -91,7 +91,7 @@ class Config(trmrl.Config):
 # ---- Agent ---------------------------------------------------------------------------------------
 
 
-def network(inputs, hidden, outputs):
+def relu_mlp(inputs, hidden, outputs):
     """Two hidden layers with ReLU."""
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
@@ -120,12 +120,12 @@ class PEARL(trmrl.Agent):
         # Agent builds the heads of PPO. We replace its policy head and delete the rest: SAC has Q
         # functions instead of a value, and a standard deviation that depends on the state.
         del self.value_head, self.log_std
-        self.encoder = network(S + A + 1, hidden, 2 * Z)
-        self.policy_head = network(S + Z, hidden, 2 * A)
-        self.critics = nn.ModuleList(network(S + A + Z, hidden, 1) for _ in range(2))
+        self.encoder = relu_mlp(S + A + 1, hidden, 2 * Z)
+        self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
+        self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None
-        # How many iterations the replay's file holds: this, not the replay, is in the checkpoint.
+        # Iterations in the replay's file: this, not the replay itself, is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
@@ -242,9 +242,9 @@ class PEARL(trmrl.Agent):
             next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
-        # The critics' error also trains the encoder, through z. After a time limit the replay holds
-        # the first state of the next episode, not s' (at the end of a row it does hold s', but we
-        # treat that alike): such a step has no target, and no error.
+        # The critics' error also trains the encoder, through z. A step at a time limit has none:
+        # the state after it in the replay is the first of the next episode, not s'. (At the end of
+        # a row it is s', but we treat that alike.)
         error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 

@@ -12,11 +12,11 @@ own, hence the name.
 In the paper the gradient flows back through the whole trial. Here it flows back through segments of
 at most 50 steps, each of which starts from the hidden state that was stored when the agent acted
 (with slightly older weights). This is faster, and a minibatch can mix many tasks. Where an episode
-terminates (the ant falls), the return that PPO maximises ends, although the memory lives on. It is
-also discounted by the preset's gamma, 0.95 to 0.98, and so looks 20 to 50 steps ahead: there is
-hardly any credit for exploring now to do better in the next episode. Policy and value share one GRU
-of 64 units. The memory is carried through all six episodes of a final meta-test, although a trial
-of training has only two.
+terminates (the ant falls), the return that PPO maximises ends, although the memory lives on. This
+return is also discounted by the preset's gamma, 0.95 to 0.98, and so looks 20 to 50 steps ahead:
+there is hardly any credit for exploring now to do better in the next episode. Policy and value
+share one GRU of 64 units. The memory is carried through all six episodes of a final meta-test,
+although a trial of training has only two.
 """
 
 import math
@@ -85,7 +85,7 @@ class RL2(trmrl.Agent):
         """hidden[:, t] is the hidden state before step t.
 
         A row is a trial, so the zeros of a new buffer are the cleared memory. There are T + 2
-        columns: for the value of s_T, the GRU also runs at t = T and writes column T + 1.
+        columns: Player.observe also calls `act` at s_T, for its value, and writes column T + 1.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -99,15 +99,15 @@ class RL2(trmrl.Agent):
         `minibatches`, (segments, length): each segment is consecutive steps of one row.
         """
         hidden = buffer.stored["hidden"]
-        x = gru_inputs(buffer, row, t)
-        if t.dim() == 2:  # learning: each segment starts from its stored hidden state
-            output, _ = self.gru(x, hidden[row[:, 0], t[:, 0]][None])
+        if t.dim() == 1:  # acting: a segment of one step, whose output is the next hidden state
+            output = self.recall(buffer, row[:, None], t[:, None])[:, 0]
+            hidden[row, t + 1] = output
             return output
 
-        # Acting. The output of a GRU is its next hidden state.
-        output, _ = self.gru(x[:, None], hidden[row, t][None])
-        hidden[row, t + 1] = output[:, 0]
-        return output[:, 0]
+        # Each segment starts from its stored hidden state.
+        start = hidden[row[:, 0], t[:, 0]]
+        output, _ = self.gru(gru_inputs(buffer, row, t), start[None])
+        return output
 
     def minibatches(self, buffer, generator):
         """Segments of all rows in random order; an incomplete last minibatch is dropped.
@@ -118,7 +118,7 @@ class RL2(trmrl.Agent):
         per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        # At least one segment; at most all, which without remainders may be fewer than `minibatch`.
+        # At least one segment, at most all: `minibatch` may count steps that segments leave out.
         size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

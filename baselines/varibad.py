@@ -121,7 +121,6 @@ class VariBAD(trmrl.Agent):
         buffer.stored["belief"] = torch.zeros(rows, steps + 1, 2 * Z, device=self.device)
         return buffer
 
-    @torch.no_grad()  # whoever calls it, the belief is stored without its gradient
     def act(self, buffer, t, sample):
         """Update the belief of every row, then act on it.
 
@@ -169,7 +168,7 @@ class VariBAD(trmrl.Agent):
         return metrics
 
     def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
-        """Reward error and KL divergence; their sum is -ELBO, divided by its R T T rewards.
+        """Reward error and KL divergence: their sum estimates -ELBO / (R T T), up to a constant.
 
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
@@ -216,7 +215,7 @@ class VariBAD(trmrl.Agent):
         t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
         hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
-        hidden = hidden.contiguous()  # also if R is 1, for cuDNN
+        hidden = hidden.contiguous()  # for cuDNN; with R = 1 reshape may return a strided view
         belief, _ = self.vae.encode(x, hidden)
         return belief.view(R, T, -1)
 
