@@ -353,19 +353,19 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
             ax.set(ylabel="success rate", ylim=(-0.03, 1.03))
             ax.yaxis.set_major_formatter(PercentFormatter(1))
         draw_references(ax, REFERENCES.get("ood" if name == "ood" else env, {}))
-        title(ax, ENVS.get(env, env) + which, panel_note(env, each))
+        title(ax, ENVS.get(env, env) + which, panel_note(env, each, looks))
     sources = [run.path for each in groups.values() for seeds in each.values() for run in seeds]
     save(figure, name, options, sources)
 
 
-def panel_note(env, groups):
+def panel_note(env, groups, looks=AGENTS):
     """How many seeds the curves have and, for an arm, how it acted in the meta-tests."""
     counts = {key: len(seeds) for key, seeds in groups.items() if key != "yours"}
     most = max(counts.values(), default=1)
     note = plural(most, "seed")
     if most > 1 and not is_arm(env):  # panels of arms are narrow
         note = f"mean and range of {note}"
-    fewer = [f"{AGENTS.get(k, [str(k)])[0]}: {n}" for k, n in counts.items() if n < most]
+    fewer = [f"{n} for {looks[k][0]}" for k, n in counts.items() if n < most]
     if fewer:
         note += f" ({', '.join(fewer)})"
     if is_arm(env):
