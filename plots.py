@@ -365,9 +365,9 @@ def panel_note(env, groups, looks=AGENTS):
     note = plural(most, "seed")
     if most > 1 and not is_arm(env):  # panels of arms are narrow
         note = f"mean and range of {note}"
-    fewer = [f"{n} for {looks[k][0]}" for k, n in counts.items() if n < most]
-    if fewer:
-        note += f" ({', '.join(fewer)})"
+    labels = looks | AGENTS  # "PEARL", not "PEARL, episode 3"
+    for n in sorted(set(counts.values()) - {most}):
+        note += f" ({n} for {', '.join(labels[k][0] for k in counts if counts[k] == n)})"
     if is_arm(env):
         actions = {run.tests[0]["actions"] for seeds in groups.values() for run in seeds}
         note += f", {' and '.join(sorted(actions))} actions"

@@ -337,14 +337,11 @@ def metaworld_tasks(env):
 
     if env == "ml45_train":
         benchmark = metaworld.ML45(seed=0)  # the seed fixes the tasks
-        task_lists = (
-            benchmark.train_tasks,
-            benchmark.train_tasks,
-        )  # App. B tests on training tasks
+        task_lists = benchmark.train_tasks, benchmark.train_tasks  # App. B tests on training tasks
     else:
         name = env.removeprefix("ml1_").replace("_", "-")
         benchmark = metaworld.ML1(f"{name}-v3", seed=0)
-        task_lists = (benchmark.train_tasks, benchmark.test_tasks)
+        task_lists = benchmark.train_tasks, benchmark.test_tasks
     classes = list(benchmark.train_classes)
     tasks = np.zeros((2, len(classes), 50, 7))
     for split_id, split_tasks in enumerate(task_lists):
