@@ -10,7 +10,8 @@ At test time the agent adapts to a new task within an episode, its weights froze
 step as a working memory phi(s, a, r, eta): state, action, reward and an end-of-episode flag. A
 causal transformer refines the last N of them, layer by layer, into the episodic memory of the
 current step, and a Gaussian policy acts on it. PPO trains the agent on many tasks; T-Fixup
-initialisation lets it train without layer normalisation or warm-up.
+initialisation lets it train without layer normalisation or warm-up. The presets have one or two
+layers, to train on one CPU core; `--layers 4` is closer to the paper.
 
     python trmrl.py --env halfcheetah_vel                      # meta-train
     python trmrl.py --eval runs/halfcheetah_vel/trmrl-seed1    # meta-test on test tasks
@@ -35,9 +36,10 @@ Sections 2 to 9 follow the paper; 10 to 12 are machinery, which you can skip at 
 
 Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
-Letters: a trial is E episodes of one task; the memory has N slots, the transformer L layers. In
-shapes: R rows of a buffer (one per environment), T steps of a row, M steps in a forward pass (the
-m-th is step t[m] of row row[m]); S, A, k, d are the sizes of a state, action, task and memory.
+Letters: a trial is E episodes of one task; the agent sees its last N steps; the transformer has L
+layers. In shapes: R rows of a buffer (one per environment), T steps of a row, M steps in a forward
+pass (the m-th is step t[m] of row row[m]); S, A, k and d are the sizes of a state, an action, a
+task and a memory vector.
 """
 
 import argparse
@@ -90,19 +92,20 @@ def did_you_mean(name, names):
 # The presets are tuned for one CPU core: few layers (two on HalfCheetahVel, one elsewhere), and on
 # MetaWorld N = 40 and E = 1. The paper has E = 2; its ablations (App. E) favour 4 to 8 layers and
 # N = 5 on HalfCheetahVel, more layers and N = 50 on ML1-Reach. One layer applies Eq. 6 only once,
-# so it refines nothing recursively: try --layers 4.
+# so it refines nothing recursively.
 
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-METAWORLD = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
-METAWORLD |= dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)  # what ml1 and ml45 share
+ARM = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
+ARM_PPO = dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)
+ML1 = dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50)
+ML45 = dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
-    # "ml1" is for ml1_reach and every other ml1_<task>, "ml45" for ml45_train.
-    "ml1": METAWORLD | dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50),
-    "ml45": METAWORLD | dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45),
+    "ml1": ARM | ARM_PPO | ML1,  # for ml1_reach and every other ml1_<task>
+    "ml45": ARM | ARM_PPO | ML45,  # for ml45_train
 }
 
 
@@ -121,7 +124,7 @@ class Config:
     env: str = setting("run", "halfcheetah_vel", "task family")
     seed: int = setting("run", 1, "seed of training", high=2**31 - 1)
     device: str = setting("run", "auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int = setting("run", 1, "CPU threads for physics and network; 0: all", high=1024)
+    threads: int = setting("run", 1, "CPU threads; 0: all", high=1024)
     run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
@@ -158,7 +161,7 @@ class Config:
 
     @property
     def rows_per_task(self):
-        """Rows of a buffer per task: one per episode, or one for all E with --keep-memory."""
+        """Rows of a buffer per task: one per episode, or one for all E (section 3 says why)."""
         return 1 if self.keep_memory else self.episodes_per_trial
 
 
@@ -169,7 +172,7 @@ class Config:
 # A batch of tasks is one Gymnasium VectorEnv. The paper gives no formulas: the rewards and episode
 # lengths of half-cheetah and ant are those of the author's release, except that the ant has no
 # contact cost (it is tiny) and no reward for surviving a step in which it falls. Observations are
-# Gymnasium's, which leave out the position on the ground, here also without contact forces.
+# Gymnasium's, which leave out the position on the ground; we leave out contact forces, too.
 
 
 class TaskFamily(VectorEnv):
@@ -222,8 +225,7 @@ class TaskFamily(VectorEnv):
     def step(self, actions):
         """One step of every environment. Nothing is reset: where an episode ends, call reset."""
         actions = np.nan_to_num(np.asarray(actions, dtype=np.float64))  # NaN breaks the physics
-        actions = np.clip(actions, -1.0, 1.0)
-        reward, terminated, info = self.advance(actions)
+        reward, terminated, info = self.advance(actions.clip(-1.0, 1.0))
         self.elapsed += 1
         truncated = self.elapsed >= self.episode_length
         observation = self.observation().astype(np.float32)
@@ -244,11 +246,11 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # Run and --eval set it to --threads
+        threads = torch.get_num_threads()  # --threads, for PyTorch and for the physics
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
-        size = 1 + self.model.nq + self.model.nv  # time, qpos, qvel
-        self.physics = np.zeros((num_envs, size))
+        size = 1 + self.model.nq + self.model.nv
+        self.physics = np.zeros((num_envs, size))  # columns: time, qpos (x first), qvel
         super().__init__(num_envs, seed, split, size - 1 - self.hidden_qpos, self.model.nu)
 
     def begin(self, mask):
@@ -272,7 +274,7 @@ class MujocoFamily(TaskFamily):
         after[diverged] = before[diverged]
         self.physics = after
 
-        x_velocity = (after[:, 1] - before[:, 1]) / self.dt  # m/s; column 1 is x
+        x_velocity = (after[:, 1] - before[:, 1]) / self.dt  # m/s
         info = {"x_velocity": x_velocity, "diverged": diverged}
         return self.reward(x_velocity, actions), ~self.healthy(), info
 
@@ -445,7 +447,7 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 #
 # eta is 1 at the last step of an episode (in the paper at a terminal state, here also at the time
 # limit). "Memory Write Logic" and Algorithm 1 begin an episode with an empty memory. So we clear it
-# there by default, and the agent never sees eta = 1; with --keep-memory it does.
+# there by default, and eta is 0 in all that the agent sees; with --keep-memory it is informative.
 #
 # By default nothing passes from one episode of a trial to the next (E only multiplies the data), so
 # training plays the E episodes side by side, as E rows of the buffer. A meta-test plays episodes
@@ -457,16 +459,16 @@ def make_tasks(env, num_tasks, seed=0, split="train"):
 class Buffer:
     """B of Algorithm 1: R rows of T steps, filled step by step.
 
-    Every step is stored once: `window` gathers the tokens that the agent sees. `generator` draws
-    the noise of sampled actions, and its device is that of the buffer.
+    Every step is stored once: `window` gathers the tokens that the agent sees. Tensors with T + 1
+    columns also have room for the state after the last step. `generator` draws the noise of sampled
+    actions, and its device is that of the buffer.
     """
 
     def __init__(self, R, T, sizes, generator):
         S, A, _ = sizes
         zeros = functools.partial(torch.zeros, device=generator.device)
 
-        # What the agent may remember. Column T is for the state after the last step. The four
-        # tensors after `token` are views of it.
+        # What the agent may remember. The four tensors after `token` are views of it.
         self.token = zeros(R, T + 1, S + A + 2)
         self.state = self.token[:, :, :S]  # normalised
         self.clipped_action = self.token[:, :, S : S + A]  # as the environment sees it
@@ -478,7 +480,7 @@ class Buffer:
         self.observation = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance: calling Player.act twice gives the
-        # same answer twice. (Column T: some baselines read it at s_T, where no action is taken.)
+        # same answer twice.
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
@@ -633,7 +635,10 @@ class Transformer(nn.Module):
 
 
 def moments(x):
-    """Mean and variance of the rows of x (M, size); with torchrun, across all processes."""
+    """Mean and variance of the rows of x (M, size).
+
+    Without torchrun, WORLD_SIZE is 1 and sum_over_processes(x) is x (section 11).
+    """
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
     var = sum_over_processes((x - mean).square().sum(dim=0)) / n
@@ -836,16 +841,17 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (section 7), store the value of s_{t+1} as if the episode went on,
-        # that is, before eta_t is written and the memory cleared. The action of `act` is not used.
+        # Where a trajectory ends (the table in section 7), PPO needs the value of s_{t+1}: 0 if the
+        # episode has terminated, or else what the agent predicts as if the episode went on. So we
+        # ask it now, before eta_t is written and the memory cleared.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
         if (ends & ~terminated).any():
-            _, _, value = self.agent.act(buffer, t + 1, sample=False)
+            _, _, value = self.agent.act(buffer, t + 1, sample=False)  # only its value is used
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
-        # Write eta_t. If the memory is cleared, the next steps no longer see this one.
+        # Write eta_t. If the memory is cleared, no later step sees this one.
         done = buffer.to_device(terminated | truncated)
         buffer.eta[:, t] = done
         if clear_memory:
@@ -871,7 +877,7 @@ def collect(agent, envs, tasks, steps, sample, seed):
         if done.any() and t < steps - 1:  # nothing follows the last step
             observation, _ = envs.reset(options={"reset_mask": done})
 
-    player.buffer.info = {key: np.stack([info[key] for info in infos], axis=1) for key in infos[0]}
+    player.buffer.info = {key: np.stack([x[key] for x in infos], axis=1) for key in infos[0]}
     return player.buffer
 
 
@@ -960,9 +966,8 @@ def ppo_update(agent, buffer, optimizer, generator):
         for row, t in agent.minibatches(buffer, generator):
             mean, value = agent(buffer, row, t)
             log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            old_log_prob = buffer.log_prob[row, t]
-            targets = advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, old_log_prob, *targets, agent.config.clip)
+            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
+            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
@@ -1176,7 +1181,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
     # Only process 0 checks: the others might see the folder that it has just created.
     if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
         raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return execute(Run(folder, config, make_tasks, agent_class))
+    return finish(Run(folder, config, make_tasks, agent_class))
 
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
@@ -1190,13 +1195,13 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     for name in run.saved_fields:
         setattr(run, name, saved[name])
     if not run.finished:
-        return execute(run)
+        return finish(run)
     if RANK == 0:
         run.save()  # the last one may have been interrupted after the checkpoint
     raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
 
 
-def execute(run):
+def finish(run):
     """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
     try:
         if RANK == 0:
