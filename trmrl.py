@@ -141,15 +141,17 @@ class Config:
     keep_memory: bool = setting("agent", False, "keep memories across the episodes of a trial")
     init_std: float = setting("agent", None, "initial standard deviation of actions", low=1e-3)
 
-    gamma: float = setting("PPO", None, "discount factor, below 1", high=0.9999)
-    gae_lambda: float = setting("PPO", None, "lambda of GAE", high=1)
-    clip: float = setting("PPO", 0.2, "clipping of the probability ratio", low=1e-6)
-    epochs: int = setting("PPO", 5, "passes over a batch", low=1)
-    minibatch: int = setting("PPO", 200, "environment steps per gradient step", low=2)
-    lr: float = setting("PPO", None, "learning rate of all but the value head", high=1)
-    value_lr: float = setting("PPO", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting("PPO", 0.05, "both rates fall linearly towards this fraction", high=1)
-    max_grad_norm: float = setting("PPO", 0.5, "gradients are clipped to this norm", low=1e-9)
+    gamma: float = setting("learning", None, "discount factor, below 1", high=0.9999)
+    gae_lambda: float = setting("learning", None, "lambda of GAE", high=1)
+    clip: float = setting("learning", 0.2, "clipping of the probability ratio", low=1e-6)
+    epochs: int = setting("learning", 5, "passes over a batch", low=1)
+    minibatch: int = setting("learning", 200, "environment steps per gradient step", low=2)
+    lr: float = setting("learning", None, "learning rate of all but the value head", high=1)
+    value_lr: float = setting("learning", 1e-3, "learning rate of the value head", high=1)
+    final_lr: float = setting(
+        "learning", 0.05, "learning rates fall linearly to this fraction", high=1
+    )
+    max_grad_norm: float = setting("learning", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
         # ml1_push takes the preset of ml1; an env of your own takes the half-cheetah's.
@@ -700,6 +702,7 @@ class Agent(nn.Module):
         parameter_groups()                    parameters and initial learning rates, for Adam
 
     A subclass defines recall(buffer, row, t) -> e (M, memory_size), or overrides act and update.
+    `act` is also called at t = T, for the value of the state after the last step.
     """
 
     name = ""  # in run folders and saved files

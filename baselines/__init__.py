@@ -8,11 +8,11 @@
     oracle   is told the task (PPO)
 
 The score of an agent is the return of its first test episode; pearl and maml adapt only between
-episodes and are scored on the third. All are subclasses of trmrl.Agent, and letters such as E, R
-and T are those of trmrl.py. Read oracle.py first, the smallest; then rl2.py; then varibad.py, which
-borrows two functions of rl2.py. pearl.py and maml.py stand alone.
+episodes and are scored on a later one, by default the third. All are subclasses of trmrl.Agent, and
+letters such as E, R and T are those of trmrl.py. Read oracle.py first, the smallest; then rl2.py;
+then varibad.py, which borrows two functions of rl2.py. pearl.py and maml.py stand alone.
 """
 
-# Settings that are not flags of any baseline: those of the transformer, which it does not have, and
-# keep_memory, which the method decides (true if the episodes of a trial depend on each other).
+# Settings that are not flags of any baseline: those of the transformer, and keep_memory, which the
+# method decides (true if the episodes of a trial depend on each other).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

@@ -14,12 +14,17 @@ The policy has no memory. The inner step learns from the randomness of the actio
 samples while it explores, also in meta-tests. As in the paper, the outer gradient takes the
 explored steps as given: exploring actions get no credit for what they reveal.
 
-Differences: the paper gathers 20 episodes of a task for the inner step and 20 for the outer one; we
-have one trial: E - 1 exploring episodes (two by default), then an adapted one (if the ant falls
-early, others fill the row). Our networks have two layers of 64 tanh units (the paper: 100 ReLU),
-states are normalised, gamma is the preset's, and we use GAE with a baseline fitted to all tasks of
-the previous batch (see Advantages), probability ratios in the inner step, and a larger KL bound and
-more damping than the authors' code. A meta-test takes one inner step, not several.
+Differences from the paper, and some details:
+
+- The paper gathers 20 episodes of a task for the inner step and 20 for the outer one. We have one
+  trial: E - 1 exploring episodes (two by default), then an adapted one (if the ant falls early,
+  others fill the row).
+- Networks have two layers of 64 tanh units (the paper: 100 ReLU), states are normalised, and gamma
+  is the preset's.
+- Advantages are those of GAE, with a baseline fitted to all tasks of the previous batch (see
+  Advantages), and the inner step uses probability ratios.
+- TRPO has a larger KL bound and more damping than in the authors' code.
+- A meta-test takes one inner step, not several.
 
 Shapes: R rows of T steps, each row a trial of one task; the steps of one phase are in C <= T
 columns (see Samples); S and A are the sizes of a state and an action; P weights of the policy,
@@ -59,9 +64,6 @@ class Config(trmrl.Config):
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
-    # As in trmrl.Config, but in another group of --help.
-    gamma: float = setting("MAML", None, "discount factor, below 1", high=0.9999)
-    gae_lambda: float = setting("MAML", None, "lambda of GAE", high=1)
     inner_lr: float = setting("MAML", 0.1, "alpha, size of the inner step", high=1000)
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
 
@@ -91,9 +93,9 @@ class Samples(NamedTuple):
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old its gradient is that of A log pi, but its second derivative, which the outer step
-    needs, is A (grad^2 log pi + grad log pi (grad log pi)^T). That of A log pi lacks the second
-    term (Rothfuss et al. 2019).
+    At pi = pi_old it has the gradient of A log pi, but another second derivative:
+    A (grad^2 log pi + grad log pi (grad log pi)^T). The outer step needs both terms; A log pi lacks
+    the second one (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -101,9 +103,12 @@ def surrogate(mean, log_std, samples):
 
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
-    """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
-    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2  # about new_mean
-    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
+    """KL(old || new) of two Gaussian policies, averaged over the steps of one row.
+
+    log(std_new / std_old) + (std_old^2 + (mean_old - mean_new)^2) / (2 std_new^2) - 1/2
+    """
+    numerator = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    kl = new_log_std - old_log_std + 0.5 * numerator / (2 * new_log_std).exp() - 0.5
     return (samples.weight * kl.sum(dim=-1)).sum()
 
 
@@ -138,7 +143,10 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def adapt(self, theta, samples):
-        """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P)."""
+        """The inner step, theta' = theta + alpha grad J(theta), of all rows at once: (R, P).
+
+        theta includes log_std, so it is adapted, too.
+        """
 
         def J(weights, row_samples):
             return surrogate(*self.policy(weights, row_samples.state), row_samples)
@@ -158,9 +166,9 @@ class MAML(trmrl.Agent):
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
 
-        # The inner step of the rows whose last exploring episode ended with the previous step. All
-        # their steps so far are exploring ones. (None at t = 0: there episode is 0, and E >= 2.)
-        adapts_now = (episode == num_exploring) & (buffer.eta[:, t - 1] > 0)
+        # The inner step of the rows whose last exploring episode ended with the previous step (none
+        # at t = 0). All their steps so far are exploring ones.
+        adapts_now = (episode == num_exploring) & done[:, -1:].any(dim=1)
         if adapts_now.any():
             exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
             inner_samples = exploring.to_samples(self.betas[0], self.config)
@@ -173,7 +181,11 @@ class MAML(trmrl.Agent):
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
-        """One outer step, by TRPO; the optimizer and the generator are not used."""
+        """One outer step, by TRPO; the optimizer and the generator are not used.
+
+        maximise  J(theta'), averaged over tasks, where theta' depends on theta
+        within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
+        """
         config = self.config
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
@@ -270,13 +282,15 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# Details, which you can skip at first. The value baseline is linear, as in "Benchmarking Deep RL
-# for Continuous Control" (Duan et al. 2016). The usual code fits it to the 20 episodes of a task.
-# Fitted to our one or two, it would explain the noise away, so we fit it to all tasks of the last
-# batch. As a hint of the task, its features include the state times the mean reward of the phase: a
-# velocity, say, is worth more in one task than in another. Since the mean reward depends on the
-# actions, this biases the gradient slightly. What the baseline fits is the return less that of
-# earning the mean reward forever.
+# Details, which you can skip at first. The value baseline of a phase with mean reward m is
+#
+#     V(s) = m / (1 - gamma) + features(s, time, m) . beta
+#
+# The linear part is as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016). The
+# usual code fits it to the 20 episodes of a task. Fitted to our one or two, it would explain the
+# noise away, so we fit it to all tasks of the last batch. m is a hint of the task: a velocity, say,
+# is worth more in one task than in another. Since m depends on the actions, it biases the gradient
+# slightly.
 
 
 class Phase:
@@ -314,7 +328,6 @@ class Phase:
 
     def advantages(self, beta, gamma, lam):
         """GAE with the baseline whose weights are beta (D,): (R, T)."""
-        # The value of earning the mean reward forever, and a linear correction.
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit the next state in the
         # row belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
@@ -326,8 +339,8 @@ class Phase:
         """beta (D,) by ridge regression over the selected steps of all rows."""
         X = self.features()[self.mask]
         M, D = X.shape
-        # With beta = 0 and lambda = 1 these are discounted returns less mean_reward / (1 - gamma);
-        # after a time limit, the mean reward is earned forever.
+        # With beta = 0 and lambda = 1 these are discounted returns less m / (1 - gamma); after a
+        # time limit, m is earned forever.
         y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)

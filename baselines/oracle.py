@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The oracle: an agent that is told the task.
 
-It needs no memory, because it has nothing to infer: its policy is an MLP on the state and the task.
+It needs no memory, because it has nothing to infer: policy and value are MLPs on state and task.
 TrMRL's gap to the oracle is roughly the price of inferring the task (their networks and, on the
 half-cheetah, their learning rates differ, too). The oracle's own gap to a perfect score is due to
 the robot and to PPO. On ML45 it is weak: it reads the class as one number, 0 to 44, not one-hot.
@@ -18,8 +18,8 @@ import trmrl
 from baselines import NOT_FLAGS
 
 # On the half-cheetah an MLP tolerates a higher learning rate than the transformer.
-PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
-PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
+CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
+PRESETS = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
 
 
 @dataclass

@@ -12,27 +12,18 @@ encoder, and a KL divergence keeps the posterior near the prior. The policy's gr
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main differences from the paper, and some details:
+The main differences from the paper (the sizes are in docs/differences.md):
 
-- The paper visits a fixed set of tasks (100 half-cheetah velocities) many times. It takes contexts
-  from the recent data of a task and RL batches from all of it. Here every iteration draws tasks
-  anew, and a trial counts as all the data of its task, even where tasks recur (AntDir, MetaWorld):
-  context and RL batch come from the same trial and may overlap. Trials are drawn from the whole
-  replay, recent ones more often.
-- As in the authors' code, a context in training is a fixed number of random transitions (here 64),
-  never none. The agent acts on all transitions so far, so its posterior is narrower. In its first
-  episode it acts on the prior, on which it is never trained: only the KL divergence keeps the
-  posteriors of training close to it.
-- A transition of the context is (s, a, r), without the next state, as in the authors' code.
-- The sizes of the authors' code are too slow for one core: 16 tasks with 256 transitions each per
-  gradient step, three layers of 300 units (encoder: 200). Ours: 16 tasks with 32 transitions, two
-  layers of 128 units. Learning rates, gamma and the rate of the target networks differ, too, and
-  gradients are clipped.
+- The paper revisits a fixed set of tasks (100 half-cheetah velocities), each with data of its own.
+  Here every iteration draws tasks anew, and a trial counts as all the data of its task, even where
+  tasks recur: context and RL batch come from the same trial. Recent trials are drawn more often.
+- In training, a context is C random transitions (s, a, r), as in the authors' code. When the agent
+  acts, it is all transitions so far, so the posterior is narrower. In its first episode the agent
+  acts on the prior, on which it is never trained.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
-- Observations are normalised, and rewards are scaled so that Q is about 1. Its errors are then
-  small, and so is the weight of the KL divergence: 2e-5 times the mean over tasks (the authors,
-  with a larger Q: 0.1 times the sum).
+- Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
+  a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
 
 Shapes: M tasks (in trmrl.py M counts steps) with B transitions each, and C transitions of context;
 S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
@@ -41,12 +32,11 @@ the replay keeps the last K iterations.
 
 import copy
 import math
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from tempfile import TemporaryFile
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -73,22 +63,15 @@ class Config(trmrl.Config):
     latent_size: int = setting("agent", 5, "size of z", low=1)
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
 
-    # Some of these are in trmrl.Config, too, with other defaults or in another group of --help.
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
     meta_batch: int = setting("SAC", 16, "M, tasks per gradient step", low=1)
     minibatch: int = setting("SAC", 512, "transitions per gradient step, of all tasks", low=2)
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    gamma: float = setting("SAC", None, "discount factor, below 1", high=0.9999)
     entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting("SAC", 0.01, "tau, how fast targets follow", low=1e-6, high=1)
-    lr: float = setting("SAC", None, "learning rate of Adam", high=1)
-    final_lr: float = setting("SAC", 0.05, "lr falls linearly towards this fraction", high=1)
+    target_rate: float = setting("SAC", 0.01, "rate at which the targets follow", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
-
-
-# ---- Agent ---------------------------------------------------------------------------------------
 
 
 def relu_mlp(inputs, hidden, outputs):
@@ -124,7 +107,7 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.replay = None
+        self.replay = None  # (K, R, T + 1, S + A + 3), see `remember`
         # Iterations in the replay's file: this, not the replay itself, is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
@@ -165,7 +148,7 @@ class PEARL(trmrl.Agent):
         return torch.stack([critic(x).squeeze(-1) for critic in critics])
 
     def new_buffer(self, rows, steps, generator):
-        """z[:, t] is the z of step t, with T + 1 columns: Player.observe also calls `act` at s_T.
+        """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
         Its noise is drawn in advance, like that of actions.
         """
@@ -177,8 +160,8 @@ class PEARL(trmrl.Agent):
 
     def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
-        # z is constant within an episode. Where an episode begins, draw z from the posterior given
-        # all earlier steps of the trial, or from the prior if there are none; in meta-tests, too.
+        # z is constant within an episode. Where one begins, z is drawn, even in a meta-test: from
+        # the posterior given all earlier steps of the trial, or from the prior if there are none.
         z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
         begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
         if t > 0:
@@ -202,9 +185,10 @@ class PEARL(trmrl.Agent):
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
 
+        iterations = int(self.replay_iterations)
         totals = 0.0
         for _ in range(config.updates):
-            context, batch, next_batch = self.replay.sample(config, generator)
+            context, batch, next_batch = self.sample(iterations, generator)
             loss, metrics = self.loss(context, batch, next_batch, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
@@ -242,8 +226,8 @@ class PEARL(trmrl.Agent):
             next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
-        # The critics' error also trains the encoder, through z. A step at a time limit has none:
-        # the state after it in the replay is the first of the next episode, not s'. (At the end of
+        # The critics' error also trains the encoder, through z. At a time limit it is set to 0: the
+        # state after it in the replay is not s', but the first of the next episode. (At the end of
         # a row it is s', but we treat that alike.)
         error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
@@ -268,74 +252,50 @@ class PEARL(trmrl.Agent):
         return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
     def remember(self, buffer):
-        """Add trials to the replay. After --resume, the replay is first read from its file."""
+        """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
+
+        A step is S + A + 3 numbers: observation, action, reward, terminated, timed_out. The
+        checkpoint knows how many iterations the file has, so a crash of the program does no harm:
+        what comes after them is cut off. After --resume, the last K iterations are read back.
+        """
         timed_out = buffer.eta * ~buffer.terminated
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
         outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
         trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
+
+        iterations = int(self.replay_iterations)  # so far
+        file = self.folder and self.folder / "replay.bin"  # outside a run there is no folder
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
-            capacity = math.ceil(size / buffer.reward.numel())  # in iterations
-            # ab+ reads anywhere and writes at the end. Outside a run there is no folder.
-            file = open(self.folder / "replay.bin", "ab+") if self.folder else TemporaryFile()
-            iterations = int(self.replay_iterations)
-            self.replay = Replay(file, trials.shape, capacity, iterations, self.device)
-        self.replay.append(trials)
-        self.replay_iterations.fill_(self.replay.iterations)
+            K = math.ceil(size / buffer.reward.numel())
+            self.replay = trials.new_zeros(K, *trials.shape)
+            if iterations and (
+                not file.exists() or file.stat().st_size < iterations * trials.nbytes
+            ):
+                raise trmrl.UserError(f"{file} has lost trials; start a new run")
+            for i in range(max(0, iterations - K), iterations):
+                saved = np.fromfile(file, np.float32, trials.numel(), offset=i * trials.nbytes)
+                self.replay[i % K] = torch.from_numpy(saved).view(trials.shape)
 
-    def unpack(self, steps):
-        """State, action, reward, terminated and timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
+        self.replay[iterations % len(self.replay)] = trials
+        self.replay_iterations += 1
+        if file:
+            with open(file, "ab") as stream:
+                stream.truncate(iterations * trials.nbytes)
+                stream.write(trials.cpu().numpy().tobytes())
 
-
-# ---- Replay --------------------------------------------------------------------------------------
-#
-# Machinery, which you can skip, but for `sample`. Every iteration appends its trials to a file in
-# the run folder. The checkpoint knows how many iterations the file has, so a crash of the program
-# does no harm: what comes after them is cut off.
-
-
-class Replay:
-    """The trials of the last K iterations, (K, R, T + 1, width), and their file.
-
-    A step has S + A + 3 numbers, its width: observation, action, reward, terminated, timed_out.
-    """
-
-    def __init__(self, file, shape, capacity, iterations, device):
-        """`iterations`: how many the file holds; `capacity`: K, how many are kept in memory."""
-        self.file = file
-        self.iterations = iterations
-        self.trials = torch.zeros(capacity, *shape, device=device)
-
-        bytes_per_iteration = self.trials[0].nbytes
-        if file.seek(0, os.SEEK_END) < iterations * bytes_per_iteration:
-            raise trmrl.UserError(f"{file.name} has lost trials; start a new run")
-        file.truncate(iterations * bytes_per_iteration)
-        for i in range(max(0, iterations - capacity), iterations):
-            file.seek(i * bytes_per_iteration)
-            content = bytearray(file.read(bytes_per_iteration))  # PyTorch wants it writable
-            self.trials[i % capacity] = torch.frombuffer(content, dtype=torch.float).view(shape)
-
-    def append(self, trials):
-        """Add the trials of an iteration, (R, T + 1, width)."""
-        self.file.write(trials.cpu().numpy().tobytes())
-        self.file.flush()
-        self.trials[self.iterations % len(self.trials)] = trials
-        self.iterations += 1
-
-    def sample(self, config, generator):
-        """Steps of M trials: a context (M, C, width), and B steps and their next (M, B, width)."""
+    def sample(self, iterations, generator):
+        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
+        config = self.config
         M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
         B = config.minibatch // M
-        K, R, columns, _ = self.trials.shape
+        K, R, columns, _ = self.replay.shape
         T = columns - 1
-        uniform = partial(torch.rand, generator=generator, device=self.trials.device)
+        uniform = partial(torch.rand, generator=generator, device=self.device)
 
         # The square prefers recent trials: half of the draws fall in the most recent quarter.
-        age = (uniform(M, 1).square() * min(self.iterations, K)).long()
-        slot = (self.iterations - 1 - age) % K
+        age = (uniform(M, 1).square() * min(iterations, K)).long()
+        slot = (iterations - 1 - age) % K
         row = (uniform(M, 1) * R).long()
 
         # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
@@ -343,7 +303,13 @@ class Replay:
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()
-        return tuple(self.trials[slot, row, step] for step in (t_context, t, t + 1))
+        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
+
+    def unpack(self, steps):
+        """State, action, reward, terminated and timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,28 @@
 """RL^2: "Fast Reinforcement Learning via Slow Reinforcement Learning" (Duan et al. 2016).
 
 A recurrent network reads the current state and the previous action, reward and end-of-episode
-flag. Its hidden state is the memory: it is carried across the episodes of a trial and cleared when
-the task changes. The weights learn slowly, by PPO on many tasks (in the paper by TRPO); the hidden
-state adapts fast, within a task. The network thus learns a reinforcement learning algorithm of its
-own, hence the name.
+flag. Its hidden state h is the memory:
+
+    x_t = (s_t, a_{t-1}, r_{t-1}, eta_{t-1}),   h_{t+1} = GRU(h_t, x_t),   a_t ~ pi(. | h_{t+1})
+
+It is carried across the episodes of a trial and cleared when the task changes. The weights learn
+slowly, by PPO on many tasks (in the paper by TRPO); the hidden state adapts fast, within a task.
+The network thus learns a reinforcement learning algorithm of its own, hence the name.
 
     python -m baselines.rl2 --env halfcheetah_vel
 
-In the paper the gradient flows back through the whole trial. Here it flows back through segments of
-at most 50 steps, each of which starts from the hidden state that was stored when the agent acted
-(with slightly older weights). This is faster, and a minibatch can mix many tasks. Where an episode
-terminates (the ant falls), the return that PPO maximises ends, although the memory lives on. This
-return is also discounted by the preset's gamma, 0.95 to 0.98, and so looks 20 to 50 steps ahead:
-there is hardly any credit for exploring now to do better in the next episode. Policy and value
-share one GRU of 64 units. The memory is carried through all six episodes of a final meta-test,
-although a trial of training has only two.
+Differences from the paper, and some details:
+
+- The gradient flows back not through the whole trial, but through segments of at most 50 steps.
+  Each starts from the hidden state that was stored when the agent acted, with slightly older
+  weights. This is faster, and a minibatch can mix many tasks.
+- Where an episode terminates (the ant falls), the return that PPO maximises ends, although the
+  memory lives on.
+- Returns are discounted by the preset's gamma, 0.95 to 0.98, and so look 20 to 50 steps ahead:
+  there is hardly any credit for exploring now to do better in the next episode.
+- Policy and value share one GRU of 64 units.
+- The memory is carried through all six episodes of a final meta-test, although a trial of training
+  has only two.
 """
 
 import math
@@ -35,8 +42,8 @@ MAX_SEGMENT = 50  # the most steps through which a gradient flows back
 # A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two
 # episodes, so that the agent learns to carry its memory from one to the next.
 PRESETS = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
-for env in ("ml1", "ml45"):
-    PRESETS[env] |= dict(episodes_per_trial=2)
+PRESETS["ml1"] |= dict(episodes_per_trial=2)
+PRESETS["ml45"] |= dict(episodes_per_trial=2)
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
-    minibatch: int = setting("PPO", 800, "steps per gradient step, in whole segments", low=2)
+    minibatch: int = setting("learning", 800, "steps per gradient step, in whole segments", low=2)
 
 
 def gru_inputs(buffer, row, t):
@@ -85,7 +92,7 @@ class RL2(trmrl.Agent):
         """hidden[:, t] is the hidden state before step t.
 
         A row is a trial, so the zeros of a new buffer are the cleared memory. There are T + 2
-        columns: Player.observe also calls `act` at s_T, for its value, and writes column T + 1.
+        columns, because `act` is also called at t = T and then writes column T + 1.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d = self.config.d_model
@@ -93,20 +100,23 @@ class RL2(trmrl.Agent):
         return buffer
 
     def recall(self, buffer, row, t):
-        """The output of the GRU at steps t; when acting, also stored as the next hidden state.
+        """h_{t+1}, the output of the GRU at the steps t; when acting, it is also stored.
 
-        Agent.act passes row and t of shape (R,): one step of every row. PPO passes those of
-        `minibatches`, (segments, length): each segment is consecutive steps of one row.
+        PPO passes row and t as `minibatches` yields them, (segments, length): each segment is
+        consecutive steps of one row. Agent.act passes (R,), which we treat as segments of one step.
         """
         hidden = buffer.stored["hidden"]
-        if t.dim() == 1:  # acting: a segment of one step, whose output is the next hidden state
-            output = self.recall(buffer, row[:, None], t[:, None])[:, 0]
-            hidden[row, t + 1] = output
-            return output
+        acting = t.dim() == 1
+        if acting:
+            row, t = row[:, None], t[:, None]
 
-        # Each segment starts from its stored hidden state.
-        start = hidden[row[:, 0], t[:, 0]]
+        first_row, first_t = row[:, 0], t[:, 0]
+        start = hidden[first_row, first_t]  # each segment starts from its stored hidden state
         output, _ = self.gru(gru_inputs(buffer, row, t), start[None])
+
+        if acting:
+            output = output[:, 0]
+            hidden[first_row, first_t + 1] = output
         return output
 
     def minibatches(self, buffer, generator):
@@ -118,7 +128,7 @@ class RL2(trmrl.Agent):
         per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        # At least one segment, at most all: `minibatch` may count steps that segments leave out.
+        # From one segment to all of them: with T = 201, a minibatch of R T steps asks for more.
         size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

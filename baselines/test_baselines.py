@@ -12,7 +12,6 @@ import os
 import runpy
 import sys
 from dataclasses import fields
-from tempfile import TemporaryFile
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from torch.distributions.transforms import TanhTransform
 
 import test_trmrl
 import trmrl
-from baselines import maml, pearl, rl2
+from baselines import maml, rl2
 from baselines.maml import MAML
 from baselines.oracle import Oracle
 from baselines.pearl import PEARL
@@ -533,11 +532,12 @@ def test_targets_follow_the_critics_slowly():
 
 def sample_numbered(iterations, capacity, **settings):
     """Samples of a replay whose steps say where they are from: iteration, row, t < 12."""
-    replay = pearl.Replay(TemporaryFile(), (3, 13, 3), capacity, iterations=0, device="cpu")
-    row, t = torch.meshgrid(torch.arange(3), torch.arange(13), indexing="ij")
-    for i in range(iterations):
-        replay.append(torch.stack([torch.full_like(row, i), row, t], dim=-1).float())
-    return replay.sample(small_config(PEARL, **settings), torch.Generator().manual_seed(0))
+    agent = make_agent(PEARL, **settings)
+    slot, row, t = torch.meshgrid(*map(torch.arange, (capacity, 3, 13)), indexing="ij")
+    # Slot s of a ring holds the last iteration i with i % capacity == s.
+    iteration = iterations - 1 - (iterations - 1 - slot) % capacity
+    agent.replay = torch.stack([iteration, row, t], dim=-1).float()
+    return agent.sample(iterations, torch.Generator().manual_seed(0))
 
 
 def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():
@@ -564,11 +564,21 @@ def test_recent_trials_are_drawn_more_often():
     assert (iteration < 10).float().mean().item() == pytest.approx(1 - 0.75**0.5, abs=0.05)
 
 
+def test_the_replay_keeps_the_last_iterations():
+    agent = make_agent(PEARL, total_steps=320)  # two iterations of 4 rows and 40 steps
+    buffers = [trmrl.Buffer(4, 40, (2, 2, 1), torch.Generator()) for _ in range(3)]
+    for i, buffer in enumerate(buffers):
+        buffer.reward[:] = i
+        agent.remember(buffer)
+    assert agent.replay.shape == (2, 4, 41, 7) and agent.replay_iterations == 3
+    assert agent.replay[:, 0, 0, 4].tolist() == [2.0, 1.0]
+
+
 def test_the_replay_holds_trials_as_they_were():
     agent = make_agent(PEARL)
     buffer = collect(agent, Falling(3))
     agent.remember(buffer)
-    state, action, reward, terminated, timed_out = agent.unpack(agent.replay.trials[0])
+    state, action, reward, terminated, timed_out = agent.unpack(agent.replay[0])
     torch.testing.assert_close(state, buffer.state)  # normalised
     assert torch.equal(action, buffer.clipped_action)
     assert torch.equal(reward[:, :-1], buffer.reward)

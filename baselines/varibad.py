@@ -13,17 +13,22 @@ belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
-Differences from the authors' code: the VAE learns from the current batch, not from a replay buffer,
-and its gradient flows back through segments, as in our RL^2; rewards are normalised and decoded as
-Gaussians of variance 1, and the last one of an episode is not decoded; the GRU is smaller and reads
-its inputs without embeddings, but is also told where episodes end; the return of PPO ends where an
-episode terminates. The paper also decodes next states where the dynamics differ between tasks. They
-do in ML45 and perhaps in a few tasks of ML1, but we decode rewards alone. As in RL^2, a final
-meta-test is longer than a trial of training.
+Differences from the authors' code, and some details:
 
-Shapes: R rows of T steps; K beliefs per row, and a z of each must predict J rewards; z, of size Z,
-is the paper's m. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent
-knows when it acts at step t: s_t, but not a_t and r_t.
+- The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
+  segments of at most 50 steps, which start from stored hidden states, as in our RL^2.
+- Rewards are normalised and decoded as Gaussians of variance 1, and the last one of an episode is
+  not decoded.
+- The GRU is smaller and has no embeddings. It has seen s_0 before it gives the first belief, and it
+  is told where episodes end.
+- The return of PPO ends where an episode terminates.
+- The paper also decodes next states where the dynamics differ between tasks. They do in ML45 and
+  perhaps in a few tasks of ML1, but we decode rewards alone.
+- As in RL^2, a final meta-test is longer than a trial of training.
+
+Shapes: R rows of T steps; K beliefs per row are decoded, each into J rewards; z, the paper's m, has
+size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent knows when it
+acts at step t: s_t, but not a_t and r_t.
 """
 
 import sys
@@ -45,8 +50,8 @@ REWARDS = 20  # J: rewards that each of them predicts
 # next.
 PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
-for env in ("ml1", "ml45"):
-    PRESETS[env] |= dict(episodes_per_trial=2)
+PRESETS["ml1"] |= dict(episodes_per_trial=2)
+PRESETS["ml45"] |= dict(episodes_per_trial=2)
 
 
 @dataclass
@@ -60,8 +65,6 @@ class Config(trmrl.Config):
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
     vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
-    lr: float = setting("PPO", None, "learning rate of the policy", high=1)
-    final_lr: float = setting("PPO", 0.05, "all rates fall linearly towards this fraction", high=1)
 
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
@@ -181,12 +184,13 @@ class VariBAD(trmrl.Agent):
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
         T = belief.shape[1]
 
-        # z ~ q(z | tau_{:t}), written so that the gradient reaches mean and variance.
+        # z ~ q(z | tau_{:t}), by the reparameterisation trick: the gradient reaches mean and std.
         std = (0.5 * log_var[:, belief_steps]).exp()
         z = mean[:, belief_steps] + noise * std  # (R, K, Z)
 
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
-        # out: the state after it is not in the row, since the next episode begins there.
+        # out: the state after it is not in the row, since the next episode begins there. (At the
+        # end of a row it is, but we treat that alike.)
         i = reward_steps
         parts = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
         predicted = self.vae.decode(z, torch.cat(parts, dim=-1))  # (R, K, J)
