@@ -34,6 +34,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import tracemalloc
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -630,6 +631,17 @@ def test_episode_returns_are_those_of_a_plain_loop():
     assert 0 < success.mean() < 1
     _, success = trmrl.meta_test(agent, PointMass(2), episodes=1)
     assert np.isnan(success).all(), "a family without successes has no success rate"
+
+
+def test_many_episodes_take_memory_in_proportion():
+    """A thousand episodes of two steps: all pairs of episode and step would take 16 MB."""
+    buffer = trmrl.Buffer(1, 2_000, (2, 2, 1), torch.Generator())
+    buffer.eta[:, 1::2] = 1.0
+    tracemalloc.start()
+    returns, _ = trmrl.episode_results(buffer, 1_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert returns.shape == (1, 1_000) and peak < 2e6
 
 
 def test_it_learns_to_learn(tmp_path):

@@ -1009,10 +1009,11 @@ def episode_results(buffer, episodes):
     success = buffer.info.get("success", np.full(reward.shape, np.nan))
     done = buffer.eta.cpu().numpy() > 0
     episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-    inside = episode[:, None] == np.arange(episodes)[:, None]  # (R, episodes, T)
-    returns = np.where(inside, reward[:, None], 0.0).sum(axis=2)
-    successes = np.where(inside, success[:, None], 0.0).max(axis=2)
-    return returns, successes
+    returns, successes = [], []
+    for i in range(episodes):
+        returns.append(np.where(episode == i, reward, 0.0).sum(axis=1))
+        successes.append(np.where(episode == i, success, 0.0).max(axis=1))
+    return np.stack(returns, axis=1), np.stack(successes, axis=1)
 
 
 def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
