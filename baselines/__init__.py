@@ -5,12 +5,13 @@
     varibad  a GRU infers a belief about the task, and the policy acts on it (PPO and a VAE)
     pearl    infers the task before each episode, from the earlier ones (SAC, off-policy)
     maml     adapts its weights by one policy gradient step (the outer step is TRPO's)
-    oracle   is told the task (PPO)
+    oracle   is told the task (PPO); not in the paper
 
 The score of an agent is the return of its first test episode; pearl and maml adapt only between
 episodes and are scored on a later one, by default the third. All are subclasses of trmrl.Agent, and
-letters such as E, R and T are those of trmrl.py. Read oracle.py first, the smallest; then rl2.py;
-then varibad.py, which borrows two functions of rl2.py. pearl.py and maml.py stand alone.
+the letters E, N, R and T are those of trmrl.py; each file names its others. Read oracle.py first,
+the smallest; then rl2.py; then varibad.py, which borrows two functions of rl2.py. pearl.py and
+maml.py stand alone.
 """
 
 # Settings that are not flags of any baseline: those of the transformer, and keep_memory, which the

@@ -11,8 +11,9 @@ a given KL divergence.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests. As in the paper, the outer gradient takes the
-explored steps as given: exploring actions get no credit for what they reveal.
+samples while it explores, also in meta-tests with mean actions. The outer gradient takes the
+explored steps as given: an exploring action gets credit for its own term of the inner gradient (see
+surrogate), but not for the states to which it leads.
 
 Differences from the paper, and some details:
 
@@ -22,7 +23,8 @@ Differences from the paper, and some details:
 - Networks have two layers of 64 tanh units (the paper: 100 ReLU), states are normalised, and gamma
   is the preset's.
 - Advantages are those of GAE, with a baseline fitted to all tasks of the previous batch (see
-  Advantages), and the inner step uses probability ratios.
+  Advantages). On MetaWorld it extrapolates in time, because test episodes are longer.
+- The inner step uses probability ratios instead of log-probabilities.
 - TRPO has a larger KL bound and more damping than in the authors' code.
 - A meta-test takes one inner step, not several.
 
@@ -58,8 +60,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
-    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")  # of Adam
+    adam = ("lr", "value_lr", "final_lr", "max_grad_norm")
+    not_flags = (*NOT_FLAGS, *adam, "d_model", "clip", "epochs", "minibatch")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -71,15 +73,16 @@ class Config(trmrl.Config):
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
 # A trial has two phases: exploring, from which the inner step learns, and adapted, from which the
-# outer one does. A Phase (end of this file) holds the steps of one of them; its method to_samples
-# turns them into Samples, with advantages.
+# outer one does. A Phase (end of this file) is some rows of a buffer and a mask, which is true at
+# the steps of one phase. Its method to_samples adds advantages and drops the columns that no row
+# needs.
 
 
 class Samples(NamedTuple):
     """The steps of one phase of R rows, as a policy gradient needs them.
 
     Episodes may end early, so a phase may cover different columns in different rows. We keep the C
-    columns that at least one row uses; where a row does not use one of them, its weight is 0.
+    columns that at least one row uses; where a row does not use one of them, step_weight is 0.
     Inside vmap, which maps a function over the rows of every tensor here, the leading R is absent.
     """
 
@@ -87,19 +90,20 @@ class Samples(NamedTuple):
     action: torch.Tensor  # (R, C, A)
     log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), see Phase.to_samples; mean 0, variance 1 in each row
-    weight: torch.Tensor  # (R, C), sum 1 in each row
+    step_weight: torch.Tensor  # (R, C), sum 1 in each row
 
 
 def surrogate(mean, log_std, samples):
-    """J of one row: the mean over its steps of A(s, a) pi(a | s) / pi_old(a | s).
+    """J of one row: the mean over its steps of Adv pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old it has the gradient of A log pi, but another second derivative:
-    A (grad^2 log pi + grad log pi (grad log pi)^T). The outer step needs both terms; A log pi lacks
-    the second one (Rothfuss et al. 2019).
+    At pi = pi_old it has the gradient of Adv log pi, but another second derivative:
+    Adv (grad^2 log pi + grad log pi (grad log pi)^T). By the second term, which Adv log pi lacks,
+    the outer step credits an exploring action for its part in the inner step (Rothfuss et al.
+    2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
-    return (samples.weight * samples.advantage * ratio).sum()
+    return (samples.step_weight * samples.advantage * ratio).sum()
 
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
@@ -109,7 +113,7 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
     """
     numerator = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * numerator / (2 * new_log_std).exp() - 0.5
-    return (samples.weight * kl.sum(dim=-1)).sum()
+    return (samples.step_weight * kl.sum(dim=-1)).sum()
 
 
 class MAML(trmrl.Agent):
@@ -215,8 +219,8 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # The value baselines of the next batch. (The normalizer, updated last, will have changed
-        # by then: noticeable after the first batch, hardly later.)
+        # The value baselines of the next batch. They are fitted to states as normalised until now;
+        # the next batch uses the statistics updated below: a visible error only at the start.
         self.betas[0] = exploring.fit_baseline(config.gamma)
         self.betas[1] = adapted.fit_baseline(config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
@@ -308,17 +312,17 @@ class Phase:
         self.log_prob = buffer.log_prob[rows, :T]
         self.reward = buffer.reward[rows, :T]
         self.terminated = buffer.terminated[rows, :T]
-        self.done = buffer.eta[rows, :T] > 0
-        self.done[:, -1] = True  # nothing follows the last step, even within an episode
+        self.ends = buffer.eta[rows, :T] > 0
+        self.ends[:, -1] = True  # nothing follows the last step, even within an episode
         # Of the selected steps, (R, 1) each.
         self.count = mask.sum(dim=1, keepdim=True)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
 
     def features(self):
         """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Done 0 1 0 0: began 0 0 2 2.
-        t = torch.arange(self.done.shape[1], device=self.done.device)
-        began = (self.done * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
+        # The time since the episode began, in units of 100 steps. Ends 0 1 0 0: began 0 0 2 2.
+        t = torch.arange(self.ends.shape[1], device=self.ends.device)
+        began = (self.ends * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
         began[:, 0] = 0
         time = (t - began)[..., None] / 100
 
@@ -331,9 +335,9 @@ class Phase:
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit the next state in the
         # row belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
-        next_value = torch.where(self.done, value, value.roll(-1, dims=1))
+        next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
-        return trmrl.gae(self.reward, value, next_value, ~self.done, gamma, lam)
+        return trmrl.gae(self.reward, value, next_value, ~self.ends, gamma, lam)
 
     def fit_baseline(self, gamma):
         """beta (D,) by ridge regression over the selected steps of all rows."""
@@ -347,13 +351,13 @@ class Phase:
 
     def to_samples(self, beta, config):
         """The selected steps as Samples, with advantages standardised in each row."""
-        weight = self.mask / self.count
+        step_weight = self.mask / self.count
         advantage = self.advantages(beta, config.gamma, config.gae_lambda)
-        advantage = advantage - (weight * advantage).sum(dim=1, keepdim=True)
-        variance = (weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
 
-        samples = Samples(self.state, self.action, self.log_prob, advantage, weight)
+        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
         needed = self.mask.any(dim=0)  # columns that no row needs are left out
         return Samples(*(x[:, needed] for x in samples))
 

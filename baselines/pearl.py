@@ -19,7 +19,7 @@ The main differences from the paper (the sizes are in docs/differences.md):
   tasks recur: context and RL batch come from the same trial. Recent trials are drawn more often.
 - In training, a context is C random transitions (s, a, r), as in the authors' code. When the agent
   acts, it is all transitions so far, so the posterior is narrower. In its first episode the agent
-  acts on the prior, on which it is never trained.
+  acts on the prior, on which it is never trained, as in the authors' code.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
 - Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
@@ -185,10 +185,10 @@ class PEARL(trmrl.Agent):
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
 
-        iterations = int(self.replay_iterations)
+        iterations = int(self.replay_iterations)  # read once: int() waits for a GPU
         totals = 0.0
         for _ in range(config.updates):
-            context, batch, next_batch = self.sample(iterations, generator)
+            context, batch, next_batch = self.sample_replay(iterations, generator)
             loss, metrics = self.loss(context, batch, next_batch, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
@@ -256,7 +256,7 @@ class PEARL(trmrl.Agent):
 
         A step is S + A + 3 numbers: observation, action, reward, terminated, timed_out. The
         checkpoint knows how many iterations the file has, so a crash of the program does no harm:
-        what comes after them is cut off. After --resume, the last K iterations are read back.
+        what comes after them is cut off.
         """
         timed_out = buffer.eta * ~buffer.terminated
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
@@ -264,18 +264,13 @@ class PEARL(trmrl.Agent):
         trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
 
         iterations = int(self.replay_iterations)  # so far
-        file = self.folder and self.folder / "replay.bin"  # outside a run there is no folder
+        file = self.folder / "replay.bin" if self.folder else None  # None outside a run
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
             K = math.ceil(size / buffer.reward.numel())
             self.replay = trials.new_zeros(K, *trials.shape)
-            if iterations and (
-                not file.exists() or file.stat().st_size < iterations * trials.nbytes
-            ):
-                raise trmrl.UserError(f"{file} has lost trials; start a new run")
-            for i in range(max(0, iterations - K), iterations):
-                saved = np.fromfile(file, np.float32, trials.numel(), offset=i * trials.nbytes)
-                self.replay[i % K] = torch.from_numpy(saved).view(trials.shape)
+            if iterations > 0:  # after --resume
+                self.read_replay(file, iterations)
 
         self.replay[iterations % len(self.replay)] = trials
         self.replay_iterations += 1
@@ -284,7 +279,17 @@ class PEARL(trmrl.Agent):
                 stream.truncate(iterations * trials.nbytes)
                 stream.write(trials.cpu().numpy().tobytes())
 
-    def sample(self, iterations, generator):
+    def read_replay(self, file, iterations):
+        """Read the last K iterations back from the file."""
+        K, *shape = self.replay.shape
+        nbytes = self.replay[0].nbytes  # of an iteration
+        if not file.exists() or file.stat().st_size < iterations * nbytes:
+            raise trmrl.UserError(f"{file} has lost trials; start a new run")
+        for i in range(max(0, iterations - K), iterations):
+            saved = np.fromfile(file, np.float32, math.prod(shape), offset=i * nbytes)
+            self.replay[i % K] = torch.from_numpy(saved).view(shape)
+
+    def sample_replay(self, iterations, generator):
         """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
         config = self.config
         M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial

@@ -23,7 +23,7 @@ Differences from the paper, and some details:
   there is hardly any credit for exploring now to do better in the next episode.
 - Policy and value share one GRU of 64 units.
 - The memory is carried through all six episodes of a final meta-test, although a trial of training
-  has only two.
+  has only two. (On MetaWorld test episodes are also longer than those of training.)
 """
 
 import math
@@ -108,10 +108,11 @@ class RL2(trmrl.Agent):
         hidden = buffer.stored["hidden"]
         acting = t.dim() == 1
         if acting:
-            row, t = row[:, None], t[:, None]
+            row, t = row[:, None], t[:, None]  # (R, 1)
 
         first_row, first_t = row[:, 0], t[:, 0]
         start = hidden[first_row, first_t]  # each segment starts from its stored hidden state
+        # [None] because nn.GRU wants hidden states as (layers, segments, d).
         output, _ = self.gru(gru_inputs(buffer, row, t), start[None])
 
         if acting:
@@ -128,7 +129,8 @@ class RL2(trmrl.Agent):
         per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        # From one segment to all of them: with T = 201, a minibatch of R T steps asks for more.
+        # At least one segment, at most all. (With T = 201, segments leave out a step of each row,
+        # so a minibatch of R T steps may ask for more segments than there are.)
         size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

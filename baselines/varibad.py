@@ -24,7 +24,8 @@ Differences from the authors' code, and some details:
 - The return of PPO ends where an episode terminates.
 - The paper also decodes next states where the dynamics differ between tasks. They do in ML45 and
   perhaps in a few tasks of ML1, but we decode rewards alone.
-- As in RL^2, a final meta-test is longer than a trial of training.
+- As in RL^2, a final meta-test is longer than a trial of training, and so are, on MetaWorld, the
+  episodes of every meta-test.
 
 Shapes: R rows of T steps; K beliefs per row are decoded, each into J rewards; z, the paper's m, has
 size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent knows when it
@@ -35,6 +36,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import trmrl
@@ -48,10 +50,13 @@ REWARDS = 20  # J: rewards that each of them predicts
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
 # next.
-PRESETS = {env: preset.copy() for env, preset in trmrl.PRESETS.items()}
-PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
-PRESETS["ml1"] |= dict(episodes_per_trial=2)
-PRESETS["ml45"] |= dict(episodes_per_trial=2)
+CHANGES = {
+    "halfcheetah_vel": dict(lr=1e-3),
+    "ant_dir": {},
+    "ml1": dict(episodes_per_trial=2),
+    "ml45": dict(episodes_per_trial=2),
+}
+PRESETS = {env: trmrl.PRESETS[env] | changes for env, changes in CHANGES.items()}
 
 
 @dataclass
@@ -146,7 +151,7 @@ class VariBAD(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
         metrics = super().update(buffer, optimizer, generator)
-        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
+        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # without s_T
 
         R, T = buffer.reward.shape
         per_row, length = segment_sizes(T)
@@ -171,14 +176,16 @@ class VariBAD(trmrl.Agent):
         return metrics
 
     def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
-        """Reward error and KL divergence: their sum estimates -ELBO / (R T T), up to a constant.
+        """Reward error and KL divergence.
+
+        Their sum estimates -ELBO / (T T), averaged over rows, up to a constant, where
 
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
 
-        for each row, where t and i run over its T steps. The outer sum is estimated by t in
-        belief_steps (K,), the inner one by i in reward_steps (J,), the expectation by one z per t,
-        from its noise (R, K, Z). The last reward of an episode counts as predicted without error.
+        and t and i run over the T steps of a row. The outer sum is estimated by t in belief_steps
+        (K,), the inner one by i in reward_steps (J,), the expectation by one z per t, from its
+        noise (R, K, Z). The last reward of an episode counts as predicted without error.
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
@@ -200,7 +207,7 @@ class VariBAD(trmrl.Agent):
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
         # is cheap, so it is not sampled.
-        prior = nn.functional.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
+        prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
         return error, kl
