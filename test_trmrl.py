@@ -1703,11 +1703,11 @@ def test_the_live_line_fits_80_columns_with_its_test_score(env, score, tmp_path,
     monkeypatch.setattr(os, "get_terminal_size", lambda *args: os.terminal_size((80, 24)))
     monkeypatch.setattr(trmrl.time, "monotonic", iter(range(0, 10**9, 20_000)).__next__)
 
-    def train_largely(run, train=trmrl.finish):
+    def train_largely(run, train=trmrl.train_until_finished):
         run.steps_per_iteration, run.planned_steps = 1_250_000, 5_000_000
         return train(run)
 
-    monkeypatch.setattr(trmrl, "finish", train_largely)
+    monkeypatch.setattr(trmrl, "train_until_finished", train_largely)
     screen = io.StringIO()
     screen.isatty = lambda: True
     with contextlib.redirect_stdout(screen):

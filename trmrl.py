@@ -29,8 +29,8 @@ Sections 2 to 9 follow the paper; 10 to 12 are machinery, which you can skip at 
      6. Collecting trials   Algorithm 1 (App. G)
      7. PPO                 "Meta-Training" of Sec. 5.1
      8. Meta-testing        "Meta-Testing" of Sec. 5.1, Sec. 5.2
-     9. Meta-training       the outer loop
-    10. Runs                starting, saving, resuming and reporting
+     9. Meta-training       the outer loop; starting and resuming it
+    10. Runs                their state, files and reports
     11. Processes           devices, and several processes with torchrun
     12. Command line        flags, and errors that fit on one line
 
@@ -193,7 +193,7 @@ class TaskFamily(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")  # these, then any others; a run is meta-tested on all but "train"
+    splits = ("train", "test")  # "train" comes first; a run is meta-tested on all the others
     classes = ()  # names, if tasks come in classes; tasks[:, 0] is then the index of the class
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
@@ -207,7 +207,7 @@ class TaskFamily(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
-        if split == "train":  # meta-training draws new ones in every iteration
+        if split == "train":  # for --eval --split train; meta-training sets others, with reset
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
             self.tasks = self.fixed_tasks(split, num_envs)
@@ -248,7 +248,7 @@ class MujocoFamily(TaskFamily):
         assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
         self.model = mujoco.MjModel.from_xml_path(str(assets / self.xml))
         self.dt = self.model.opt.timestep * self.frame_skip
-        threads = torch.get_num_threads()  # --threads, for PyTorch and for the physics
+        threads = torch.get_num_threads()  # those of PyTorch, which a run sets to --threads
         self.thread_data = [mujoco.MjData(self.model) for _ in range(threads)]
         self.pool = mujoco.rollout.Rollout(nthread=threads if threads > 1 else 0)  # 0: no pool
         size = 1 + self.model.nq + self.model.nv
@@ -488,7 +488,7 @@ class Buffer:
         self.log_prob = zeros(R, T)
         self.value = zeros(R, T)
 
-        # Where a PPO trajectory ends (the table of section 7).
+        # Where a PPO trajectory ends (the table of section 6).
         self.terminated = zeros(R, T, dtype=torch.bool)
         self.trajectory_ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 if terminated
@@ -637,9 +637,10 @@ class Transformer(nn.Module):
 
 
 def moments(x):
-    """Mean and variance of the rows of x (M, size).
+    """Mean and variance over the first axis of x (M, size).
 
-    Without torchrun, WORLD_SIZE is 1 and sum_over_processes(x) is x (section 11).
+    With torchrun these are over all processes. Without it, WORLD_SIZE is 1 and
+    sum_over_processes(x) is x (section 11).
     """
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
@@ -794,6 +795,17 @@ class TrMRL(Agent):
 #
 # One collector for meta-training and meta-testing, for TrMRL and the baselines. Comments follow
 # Algorithm 1: B is the buffer, and D is what the agent sees of it.
+#
+# The collector also notes where the trajectories of PPO end. The paper maximises the return of E
+# episodes as one trajectory. Ours end where the memory is cleared: later rewards do not depend on
+# earlier actions. They also end, even with --keep-memory, where an episode terminates, or else a
+# fall would cost little. V is the value that GAE uses after the last step of an episode:
+#
+#                   by default                 with --keep-memory
+#     terminated    ends, V = 0                ends, V = 0
+#     time limit    ends, V = value(s_{t+1})   continues, V = value(first state of the next episode)
+#
+# At the end of a row a trajectory ends as by default.
 
 
 class Player:
@@ -840,17 +852,18 @@ class Player:
         clear_memory = not self.agent.config.keep_memory
         buffer.clipped_action[:, t] = buffer.action[:, t].clamp(-1.0, 1.0)
         buffer.reward[:, t] = buffer.to_device(reward)
-        buffer.terminated[:, t] = buffer.to_device(terminated)
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (the table in section 7), PPO needs the value of s_{t+1}: 0 if the
+        # Where a trajectory ends (the table above), PPO needs the value of s_{t+1}: 0 if the
         # episode has terminated, or else what the agent predicts as if the episode went on. So we
         # ask it now, before eta_t is written and the memory cleared.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
+        needs_value = ends & ~terminated
+        buffer.terminated[:, t] = buffer.to_device(terminated)
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
-        if (ends & ~terminated).any():
+        if needs_value.any():
             _, _, value = self.agent.act(buffer, t + 1, sample=False)  # only its value is used
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
@@ -886,19 +899,11 @@ def collect(agent, envs, tasks, steps, sample, seed):
 
 # ---- 7. PPO ("Meta-Training" of Sec. 5.1) --------------------------------------------------------
 #
-# A minibatch mixes steps of all tasks and times. The paper maximises the return of E episodes as
-# one trajectory. Our trajectories end where the memory is cleared: later rewards do not depend on
-# earlier actions. They also end, even with --keep-memory, where an episode terminates, or else a
-# fall would cost little. V is the value that GAE uses after the last step of an episode:
+# A minibatch mixes steps of all tasks and times. Section 6 says where trajectories end.
 #
-#                   by default                 with --keep-memory
-#     terminated    ends, V = 0                ends, V = 0
-#     time limit    ends, V = value(s_{t+1})   continues, V = value(first state of the next episode)
-#
-# At the end of a row a trajectory ends as by default. Player.observe (section 6) notes all this.
-#
-# Also ours: GAE, scaled rewards, standardised advantages, a value loss of weight 0.5, no entropy
-# bonus, gradient clipping, linearly decaying learning rates, and a separate one for the value head.
+# The paper does not describe these: GAE, scaled rewards, standardised advantages, a value loss of
+# weight 0.5, no entropy bonus, gradient clipping, linearly decaying learning rates, and a separate
+# one for the value head.
 
 
 def gae(reward, value, next_value, continues, gamma, lam):
@@ -967,10 +972,17 @@ def ppo_update(agent, buffer, optimizer, generator):
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(buffer, generator):
+            i = row, t
             mean, value = agent(buffer, row, t)
-            log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
-            batch = buffer.log_prob[row, t], advantage[row, t], value_target[row, t]
-            loss, metrics = ppo_loss(log_prob, value, *batch, agent.config.clip)
+            log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[i])
+            loss, metrics = ppo_loss(
+                log_prob,
+                value,
+                buffer.log_prob[i],
+                advantage[i],
+                value_target[i],
+                agent.config.clip,
+            )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
@@ -1009,10 +1021,8 @@ def episode_results(buffer, episodes):
     success = buffer.info.get("success", np.full(reward.shape, np.nan))
     done = buffer.eta.cpu().numpy() > 0
     episode = np.cumsum(done, axis=1) - done  # done 0 1 0 1: episode 0 0 1 1
-    returns, successes = [], []
-    for i in range(episodes):
-        returns.append(np.where(episode == i, reward, 0.0).sum(axis=1))
-        successes.append(np.where(episode == i, success, 0.0).max(axis=1))
+    returns = [np.where(episode == i, reward, 0.0).sum(axis=1) for i in range(episodes)]
+    successes = [np.where(episode == i, success, 0.0).max(axis=1) for i in range(episodes)]
     return np.stack(returns, axis=1), np.stack(successes, axis=1)
 
 
@@ -1025,10 +1035,10 @@ def meta_test(agent, envs, episodes=FINAL_EPISODES, sample=None):
 
 # ---- 9. Meta-training (Sec. 5.1) -----------------------------------------------------------------
 #
-# The outer loop. A Run (section 10) holds the agent, its environments, its optimizer (Adam) and its
-# files. Every random number of training follows from the seed, the iteration and the process. On a
-# CPU, a run that is resumed with the same processes and threads therefore ends as if it had never
-# been interrupted.
+# train and resume call train_until_finished, the outer loop, which calls train_iteration. A Run
+# (section 10) holds the agent, its environments, its optimizer (Adam) and its files. Every random
+# number of training follows from the seed, the iteration and the process. On a CPU, a run that is
+# resumed with the same processes and threads therefore ends as if it had never been interrupted.
 
 
 def train_iteration(run):
@@ -1059,33 +1069,55 @@ def train_iteration(run):
     return buffer, metrics | {"lr": lr_factor * config.lr}
 
 
-def meta_test_splits(run):
-    """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
-    agent, scored = run.agent, run.agent.scored_episode
-    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
-    for split, envs in run.test_envs.items():
-        returns, success = meta_test(agent, envs, episodes)
-        run.add_rows("eval.csv", eval_rows(agent, split, envs.sample_at_test, returns, success))
-        if split == "test":
-            run.test_score = score_text(returns[:, scored - 1], success[:, scored - 1])
-            run.test_table = results_table(returns, success, envs)
-        if run.finished and envs.sample_at_test:
-            returns, success = meta_test(agent, envs, episodes, sample=False)
-            run.add_rows("eval.csv", eval_rows(agent, split, False, returns, success))
-
-
 def train_until_finished(run):
-    """The outer loop: train, meta-test, report."""
-    while not run.finished:
-        began, cpu_began = time.monotonic(), time.process_time()
-        buffer, metrics = train_iteration(run)
-        if RANK == 0:  # the other processes wait for this one in their next sum_over_processes
-            speed = run.steps_per_iteration / (time.monotonic() - began)  # without the meta-test
-            if run.iteration % run.agent.config.eval_every == 0 or run.finished:
-                meta_test_splits(run)
-            run.seconds += time.monotonic() - began
-            run.cpu_seconds += time.process_time() - cpu_began  # of process 0
-            save_and_report(run, buffer, metrics, speed)
+    """The outer loop of a new or resumed run. If it is interrupted, say how to continue."""
+    try:
+        if RANK == 0:
+            print_header(run)
+            run.save()  # creates the folder, or brings all files back to the checkpoint
+        while not run.finished:
+            began, cpu_began = time.monotonic(), time.process_time()
+            buffer, metrics = train_iteration(run)
+            if RANK == 0:  # the other processes wait for this one in their next sum_over_processes
+                speed = run.steps_per_iteration / (time.monotonic() - began)  # without meta-test
+                if run.iteration % run.agent.config.eval_every == 0 or run.finished:
+                    meta_test_splits(run)
+                run.seconds += time.monotonic() - began
+                run.cpu_seconds += time.process_time() - cpu_began  # of process 0
+                save_and_report(run, buffer, metrics, speed)
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
+        raise
+    except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
+        raise type(error)(f"{error}; {run.resume_hint}") from None
+    return run.agent
+
+
+def train(config, make_tasks=make_tasks, agent_class=TrMRL):
+    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
+    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
+    # Only process 0 checks: the others might see the folder that it has just created.
+    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
+    return train_until_finished(Run(folder, config, make_tasks, agent_class))
+
+
+def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
+    """Continue a run from its checkpoint; `changes` may set device and threads."""
+    # This agent only provides the checked config: Run builds its own, on the device.
+    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
+    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
+    run.agent.load_state_dict(saved["weights"])
+    run.agent.trained_steps = saved["step"]
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for name in run.saved_fields:
+        setattr(run, name, saved[name])
+    if not run.finished:
+        return train_until_finished(run)
+    if RANK == 0:
+        run.save()  # the last one may have been interrupted after the checkpoint
+    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1114,7 +1146,7 @@ class Run:
         # The environments of this process, one for each row.
         num_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # Fail here, before the folder exists, if the family cannot draw this many tasks.
+        # A check before the folder exists: ML45 refuses numbers that are no multiple of 45.
         self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
@@ -1179,48 +1211,6 @@ class Run:
             os.replace(temporary, self.folder / name)
 
 
-def train(config, make_tasks=make_tasks, agent_class=TrMRL):
-    """Meta-train a new agent on the tasks of make_tasks; its files are in agent.folder."""
-    folder = Path(config.run_dir or f"runs/{config.env}/{agent_class.name}-seed{config.seed}")
-    # Only process 0 checks: the others might see the folder that it has just created.
-    if RANK == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
-        raise UserError(f"{folder} already exists: --resume it, or choose a --seed or --run-dir")
-    return finish(Run(folder, config, make_tasks, agent_class))
-
-
-def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
-    """Continue a run from its checkpoint; `changes` may set device and threads."""
-    # This agent only provides the checked config: Run builds its own, on the device.
-    saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
-    run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.agent.load_state_dict(saved["weights"])
-    run.agent.trained_steps = saved["step"]
-    run.optimizer.load_state_dict(saved["optimizer"])
-    for name in run.saved_fields:
-        setattr(run, name, saved[name])
-    if not run.finished:
-        return finish(run)
-    if RANK == 0:
-        run.save()  # the last one may have been interrupted after the checkpoint
-    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
-
-
-def finish(run):
-    """Train a new or resumed run to its end; if it is interrupted, say how to continue it."""
-    try:
-        if RANK == 0:
-            print_header(run)
-            run.save()  # creates the folder, or brings all files back to the checkpoint
-        train_until_finished(run)
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(f"\nstopped; {run.resume_hint}", file=sys.stderr)
-        raise
-    except (OSError, torch.OutOfMemoryError) as error:  # OSError: a full disk, a lost process
-        raise type(error)(f"{error}; {run.resume_hint}") from None
-    return run.agent
-
-
 def load_file(path, agent_class):
     """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
     if not path.is_file():
@@ -1249,7 +1239,7 @@ def load_file(path, agent_class):
         agent.folder = path.parent
     except pickle.UnpicklingError:  # PyTorch's own message advises weights_only=False
         raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
-    except Exception as error:  # a damaged or foreign file may raise anything
+    except Exception as error:  # those above, or whatever a damaged file raises
         raise UserError(f"cannot load {path}: {str(error)[:200]}") from None
     return saved, agent
 
@@ -1298,6 +1288,20 @@ def csv_text(rows, header):
         cells = [f"{x:.6g}" if isinstance(x, float) else str(x) for x in row.values()]
         lines.append(",".join("" if cell == "nan" else cell for cell in cells))
     return "\n".join(lines) + "\n"
+
+
+def meta_test_splits(run):
+    """Meta-test every split; at the end more episodes, and MetaWorld with mean actions as well."""
+    agent, scored = run.agent, run.agent.scored_episode
+    episodes = max(FINAL_EPISODES, scored) if run.finished else scored
+    for split, envs in run.test_envs.items():
+        usual = envs.sample_at_test
+        for sample in (True, False) if usual and run.finished else (usual,):
+            returns, success = meta_test(agent, envs, episodes, sample)
+            run.add_rows("eval.csv", eval_rows(agent, split, sample, returns, success))
+            if split == "test" and sample == usual:
+                run.test_score = score_text(returns[:, scored - 1], success[:, scored - 1])
+                run.test_table = results_table(returns, success, envs)
 
 
 def print_header(run):
