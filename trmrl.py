@@ -97,15 +97,14 @@ def did_you_mean(name, names):
 LOCOMOTION = dict(num_tasks=20, episodes_per_trial=2, eval_every=10, eval_tasks=20, memory_length=5)
 CHEETAH = dict(total_steps=1_500_000, layers=2, init_std=0.2, gamma=0.95, gae_lambda=0.9, lr=3e-4)
 ANT = dict(total_steps=5_000_000, layers=1, init_std=0.5, gamma=0.97, gae_lambda=0.9, lr=5e-4)
-ARM = dict(episodes_per_trial=1, memory_length=40, layers=1, init_std=0.7)
-ARM_PPO = dict(gamma=0.98, gae_lambda=0.95, lr=3e-4)
-ML1 = dict(total_steps=2_000_000, num_tasks=20, eval_every=40, eval_tasks=50)
-ML45 = dict(total_steps=4_000_000, num_tasks=45, eval_every=20, eval_tasks=45)
+ARM = dict(episodes_per_trial=1, memory_length=40, layers=1, gamma=0.98, gae_lambda=0.95, lr=3e-4)
+ML1 = dict(total_steps=2_000_000, num_tasks=20, init_std=0.7, eval_every=40, eval_tasks=50)
+ML45 = dict(total_steps=4_000_000, num_tasks=45, init_std=0.7, eval_every=20, eval_tasks=45)
 PRESETS = {
     "halfcheetah_vel": LOCOMOTION | CHEETAH,
     "ant_dir": LOCOMOTION | ANT,
-    "ml1": ARM | ARM_PPO | ML1,  # for ml1_reach and every other ml1_<task>
-    "ml45": ARM | ARM_PPO | ML45,  # for ml45_train
+    "ml1": ARM | ML1,  # for ml1_reach and every other ml1_<task>
+    "ml45": ARM | ML45,  # for ml45_train
 }
 
 
@@ -116,15 +115,15 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # Not fields, because they have no annotation. A baseline overrides both; not_flags names the
-    # settings that it ignores or fixes itself, which are not flags of its command.
+    # Without annotations these are class attributes, not fields. A baseline overrides both;
+    # not_flags names the settings that it ignores or fixes itself, so that they are no flags.
     presets = PRESETS
     not_flags = ()
 
     env: str = setting("run", "halfcheetah_vel", "task family")
     seed: int = setting("run", 1, "seed of training", high=2**31 - 1)
     device: str = setting("run", "auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int = setting("run", 1, "CPU threads; 0: all", high=1024)
+    threads: int = setting("run", 1, "CPU threads of a process; 0: all", high=1024)
     run_dir: str = setting("run", "", "run folder; default: runs/<env>/<agent>-seed<seed>")
 
     total_steps: int = setting("training", None, "environment steps", low=1, high=10**12)
@@ -207,7 +206,7 @@ class TaskFamily(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.elapsed = np.zeros(num_envs, dtype=int)  # steps since the episode began
-        if split == "train":  # for --eval --split train; meta-training sets others, with reset
+        if split == "train":  # for --eval --split train; meta-training sets new ones, by `reset`
             self.tasks = self.sample_tasks(np.random.default_rng(seed), num_envs)
         else:
             self.tasks = self.fixed_tasks(split, num_envs)
@@ -237,7 +236,8 @@ class TaskFamily(VectorEnv):
 class MujocoFamily(TaskFamily):
     """Tasks of one MuJoCo body. One native call steps all of them, in threads.
 
-    A subclass defines reward(x_velocity, actions) and, if the body can fall, healthy().
+    A subclass defines reward(x_velocity, actions) and, if the body can fall, healthy(); both are
+    called when self.physics is already the new state.
     """
 
     xml = ""
@@ -702,7 +702,7 @@ class Agent(nn.Module):
         update(buffer, optimizer, generator)  learn from a batch; returns metrics for progress.csv
         parameter_groups()                    parameters and initial learning rates, for Adam
 
-    A subclass defines recall(buffer, row, t) -> e (M, memory_size), or overrides act and update.
+    A subclass defines recall(buffer, row, t) -> e (M, e_size), or overrides act and update.
     `act` is also called at t = T, for the value of the state after the last step.
     """
 
@@ -711,7 +711,7 @@ class Agent(nn.Module):
     Config = Config
     scored_episode = 1  # its return is the test score; later if an agent adapts between episodes
 
-    def __init__(self, config, sizes, memory_size):
+    def __init__(self, config, sizes, e_size):
         super().__init__()
         self.config = config
         self.sizes = sizes  # of a state, an action and a task: (S, A, k)
@@ -720,9 +720,9 @@ class Agent(nn.Module):
         S, A, _ = sizes
         self.normalizer = RunningStats(S)
         self.reward_stats = RunningStats(1)
-        self.policy_head = mlp([memory_size, 64, 64, A], output_scale=0.01)
+        self.policy_head = mlp([e_size, 64, 64, A], output_scale=0.01)
         self.log_std = nn.Parameter(torch.full((A,), math.log(config.init_std)))
-        self.value_head = mlp([memory_size, 64, 64, 1])
+        self.value_head = mlp([e_size, 64, 64, 1])
 
     @property
     def device(self):
@@ -773,7 +773,7 @@ class TrMRL(Agent):
 
     def __init__(self, config, sizes):
         d, L = config.d_model, config.layers
-        super().__init__(config, sizes, memory_size=d)
+        super().__init__(config, sizes, e_size=d)
         S, A, _ = sizes
         self.phi = nn.Linear(S + A + 2, d, bias=False)  # the paper leaves the form of phi open
         if config.tfixup:
@@ -855,16 +855,15 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (the table above), PPO needs the value of s_{t+1}: 0 if the
-        # episode has terminated, or else what the agent predicts as if the episode went on. So we
-        # ask it now, before eta_t is written and the memory cleared.
+        # Where a trajectory ends (the table above), PPO needs V(s_{t+1}): 0 if the episode has
+        # terminated, or else what the agent predicts as if it went on. So we ask now, before eta_t
+        # is written and the memory cleared. Rows that do not end get a value, too: nobody reads it.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
-        needs_value = ends & ~terminated
         buffer.terminated[:, t] = buffer.to_device(terminated)
         buffer.trajectory_ends[:, t] = buffer.to_device(ends)
-        if needs_value.any():
-            _, _, value = self.agent.act(buffer, t + 1, sample=False)  # only its value is used
+        if (ends & ~terminated).any():
+            _, _, value = self.agent.act(buffer, t + 1, sample=False)  # its action is not used
             buffer.end_value[:, t] = value.masked_fill(buffer.terminated[:, t], 0.0)
 
         # Write eta_t. If the memory is cleared, no later step sees this one.
@@ -1061,9 +1060,7 @@ def train_iteration(run):
     generator = torch.Generator(agent.device).manual_seed(update_seed)
     metrics = agent.update(buffer, run.optimizer, generator)
     if not np.isfinite(list(metrics.values())).all():
-        raise UserError(
-            "a loss or a gradient is not finite; start a new run with a lower learning rate"
-        )
+        raise UserError("a loss or gradient is not finite; start again with a lower learning rate")
     run.iteration += 1
     agent.trained_steps = run.iteration * run.steps_per_iteration
     return buffer, metrics | {"lr": lr_factor * config.lr}
@@ -1105,7 +1102,7 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes` may set device and threads."""
-    # This agent only provides the checked config: Run builds its own, on the device.
+    # This agent only provides the checked settings: Run builds its own, on the device.
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
     run.agent.load_state_dict(saved["weights"])
@@ -1113,11 +1110,11 @@ def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     run.optimizer.load_state_dict(saved["optimizer"])
     for name in run.saved_fields:
         setattr(run, name, saved[name])
-    if not run.finished:
-        return train_until_finished(run)
-    if RANK == 0:
-        run.save()  # the last one may have been interrupted after the checkpoint
-    raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+    if run.finished:
+        if RANK == 0:
+            run.save()  # the last one may have been interrupted after the checkpoint
+        raise UserError(f"{folder} is finished; {agent.command} --eval {folder} meta-tests it")
+    return train_until_finished(run)
 
 
 # ---- 10. Runs ------------------------------------------------------------------------------------
@@ -1219,7 +1216,7 @@ def load_file(path, agent_class):
         names = ", ".join(sorted(str(file.parent) for file in files))
         hint = f"; {parent} holds these runs: {names}" if names else ""
         raise UserError(f"{path} does not exist{hint}")
-    try:
+    try:  # whatever is raised in here becomes one line, "cannot load ..."
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved.get("version") != VERSION:
             raise ValueError("its format is not that of this version (format 1: commit 40cf2af)")
@@ -1239,7 +1236,7 @@ def load_file(path, agent_class):
         agent.folder = path.parent
     except pickle.UnpicklingError:  # PyTorch's own message advises weights_only=False
         raise UserError(f"cannot load {path}: it is damaged or not a file of trmrl.py") from None
-    except Exception as error:  # those above, or whatever a damaged file raises
+    except Exception as error:  # a damaged or foreign file may raise anything
         raise UserError(f"cannot load {path}: {str(error)[:200]}") from None
     return saved, agent
 
@@ -1263,7 +1260,8 @@ def results_table(returns, success, envs):
     # Indices into (tasks, episodes): a column (one episode) or rows (one class).
     selections = {f"episode {i + 1}": np.s_[:, i] for i in range(returns.shape[1])}
     if len(envs.classes) > 1:
-        selections |= {name: envs.tasks[:, 0] == i for i, name in enumerate(envs.classes)}
+        class_id = envs.tasks[:, 0].astype(int)
+        selections |= {envs.classes[i]: class_id == i for i in np.unique(class_id)}
     lines = [f"{'':>28}{'return':>18}{'std':>10}{'worst':>10}"]
     for name, chosen in selections.items():
         values, score = returns[chosen], score_text(returns[chosen], success[chosen])
@@ -1295,11 +1293,12 @@ def meta_test_splits(run):
     agent, scored = run.agent, run.agent.scored_episode
     episodes = max(FINAL_EPISODES, scored) if run.finished else scored
     for split, envs in run.test_envs.items():
-        usual = envs.sample_at_test
-        for sample in (True, False) if usual and run.finished else (usual,):
+        default = envs.sample_at_test
+        modes = [True, False] if default and run.finished else [default]
+        for sample in modes:
             returns, success = meta_test(agent, envs, episodes, sample)
             run.add_rows("eval.csv", eval_rows(agent, split, sample, returns, success))
-            if split == "test" and sample == usual:
+            if split == "test" and sample == default:
                 run.test_score = score_text(returns[:, scored - 1], success[:, scored - 1])
                 run.test_table = results_table(returns, success, envs)
 
@@ -1533,7 +1532,8 @@ def main(argv=None, make_tasks=make_tasks, agent_class=TrMRL):
     except (UserError, OSError, torch.OutOfMemoryError) as error:
         program = agent_class.command.split()[-1]
         message = " ".join(str(error).split())
-        print(f"{program}: {message}", file=sys.stderr)
+        erase = "\r\033[K" if sys.stderr.isatty() else ""  # the live line
+        print(f"{erase}{program}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
 

@@ -11,19 +11,19 @@ a given KL divergence.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests with mean actions. The outer gradient takes the
-explored steps as given: an exploring action gets credit for its own term of the inner gradient (see
-surrogate), but not for the states to which it leads.
+samples while it explores, also in meta-tests with mean actions. To the outer gradient the explored
+steps are fixed data: it makes an exploring action likelier if the action's own term of the inner
+gradient improves theta' (see surrogate), but not for the states to which the action leads.
 
 Differences from the paper, and some details:
 
-- The paper gathers 20 episodes of a task for the inner step and 20 for the outer one. We have one
-  trial: E - 1 exploring episodes (two by default), then an adapted one (if the ant falls early,
-  others fill the row).
+- The paper gathers 20 episodes of a task (40 on AntDir) for the inner step and as many for the
+  outer one. We have one trial: E - 1 exploring episodes (two by default), then an adapted one (if
+  the ant falls early, others fill the row).
 - Networks have two layers of 64 tanh units (the paper: 100 ReLU), states are normalised, and gamma
   is the preset's.
 - Advantages are those of GAE, with a baseline fitted to all tasks of the previous batch (see
-  Advantages). On MetaWorld it extrapolates in time, because test episodes are longer.
+  Value baseline). On MetaWorld it extrapolates in time, because test episodes are longer.
 - The inner step uses probability ratios instead of log-probabilities.
 - TRPO has a larger KL bound and more damping than in the authors' code.
 - A meta-test takes one inner step, not several.
@@ -45,6 +45,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
+ADAM_SETTINGS = ("lr", "value_lr", "final_lr", "max_grad_norm")
 RIDGE = 1e-3  # of the linear value baseline
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
@@ -60,8 +61,7 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    adam = ("lr", "value_lr", "final_lr", "max_grad_norm")
-    not_flags = (*NOT_FLAGS, *adam, "d_model", "clip", "epochs", "minibatch")
+    not_flags = (*NOT_FLAGS, *ADAM_SETTINGS, "d_model", "clip", "epochs", "minibatch")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -70,12 +70,10 @@ class Config(trmrl.Config):
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
 
 
-# ---- Policy and agent ----------------------------------------------------------------------------
+# ---- The two phases of a trial -------------------------------------------------------------------
 #
-# A trial has two phases: exploring, from which the inner step learns, and adapted, from which the
-# outer one does. A Phase (end of this file) is some rows of a buffer and a mask, which is true at
-# the steps of one phase. Its method to_samples adds advantages and drops the columns that no row
-# needs.
+# Exploring, the first E - 1 episodes, from which the inner step learns; and adapted, the rest, from
+# which the outer step does.
 
 
 class Samples(NamedTuple):
@@ -89,17 +87,53 @@ class Samples(NamedTuple):
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), see Phase.to_samples; mean 0, variance 1 in each row
+    advantage: torch.Tensor  # (R, C), mean 0 and variance 1 in each row
     step_weight: torch.Tensor  # (R, C), sum 1 in each row
+
+
+class Phase:
+    """Some rows of a buffer, and mask (R, T), which is true at the steps of one phase.
+
+    T may be shorter than the rows of the buffer: `act` has only the steps so far.
+    """
+
+    def __init__(self, buffer, rows, mask):
+        T = mask.shape[1]
+        self.mask = mask
+        self.state = buffer.state[rows, :T]
+        self.action = buffer.action[rows, :T]
+        self.log_prob = buffer.log_prob[rows, :T]
+        self.reward = buffer.reward[rows, :T]
+        self.terminated = buffer.terminated[rows, :T]
+        self.ends = buffer.eta[rows, :T] > 0
+        self.ends[:, -1] = True  # nothing follows the last step, even within an episode
+        # Of the selected steps, (R, 1) each.
+        self.count = mask.sum(dim=1, keepdim=True)
+        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
+
+    def to_samples(self, beta, config):
+        """Samples whose advantages are relative to the value baseline with the weights beta."""
+        step_weight = self.mask / self.count
+        advantage = baseline_advantages(self, beta, config.gamma, config.gae_lambda)
+        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
+        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
+        needed = self.mask.any(dim=0)  # columns that no row needs are left out
+        return Samples(*(x[:, needed] for x in samples))
+
+
+# ---- Agent ---------------------------------------------------------------------------------------
 
 
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of Adv pi(a | s) / pi_old(a | s).
 
     At pi = pi_old it has the gradient of Adv log pi, but another second derivative:
-    Adv (grad^2 log pi + grad log pi (grad log pi)^T). By the second term, which Adv log pi lacks,
-    the outer step credits an exploring action for its part in the inner step (Rothfuss et al.
-    2019).
+    Adv (grad^2 log pi + grad log pi (grad log pi)^T). The second term, which Adv log pi lacks,
+    makes an exploring action likelier if its part of the inner step, Adv grad log pi, points along
+    the gradient at theta' (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -127,10 +161,10 @@ class MAML(trmrl.Agent):
         if trmrl.WORLD_SIZE > 1:
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
-        super().__init__(config, sizes, memory_size=S)
+        super().__init__(config, sizes, e_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        del self.value_head  # a linear value baseline takes its place, see Phase
-        # Weights of the linear value baselines, exploring and adapted, (2, D): see Phase.features.
+        del self.value_head  # a linear value baseline takes its place
+        # The weights of two linear value baselines, exploring and adapted, (2, D).
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
     @property
@@ -165,7 +199,7 @@ class MAML(trmrl.Agent):
         return buffer
 
     def act(self, buffer, t, sample):
-        """Explore with theta, then act with theta'. The value is 0: Phase has its own baseline."""
+        """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         num_exploring = self.config.episodes_per_trial - 1
         done = buffer.eta[:, :t] > 0
         episode = done.sum(dim=1)  # (R,)
@@ -221,8 +255,8 @@ class MAML(trmrl.Agent):
 
         # The value baselines of the next batch. They are fitted to states as normalised until now;
         # the next batch uses the statistics updated below: a visible error only at the start.
-        self.betas[0] = exploring.fit_baseline(config.gamma)
-        self.betas[1] = adapted.fit_baseline(config.gamma)
+        self.betas[0] = fit_baseline(exploring, config.gamma)
+        self.betas[1] = fit_baseline(adapted, config.gamma)
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
@@ -268,7 +302,7 @@ def trpo_step(objective, kl, theta, max_kl):
     """
     g = grad(objective)(theta)
     if not g.isfinite().all():
-        raise trmrl.UserError("the gradient is not finite; start a new run with a lower --inner-lr")
+        raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
     _, hessian_product = vjp(grad(kl), theta)  # v -> v.H, which is H v: H is symmetric
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
@@ -284,82 +318,51 @@ def trpo_step(objective, kl, theta, max_kl):
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
-# ---- Advantages ----------------------------------------------------------------------------------
+# ---- Value baseline ------------------------------------------------------------------------------
 #
-# Details, which you can skip at first. The value baseline of a phase with mean reward m is
+# Details, which you can skip at first. The value of a state in a phase with mean reward m is
 #
 #     V(s) = m / (1 - gamma) + features(s, time, m) . beta
 #
 # The linear part is as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016). The
-# usual code fits it to the 20 episodes of a task. Fitted to our one or two, it would explain the
-# noise away, so we fit it to all tasks of the last batch. m is a hint of the task: a velocity, say,
-# is worth more in one task than in another. Since m depends on the actions, it biases the gradient
-# slightly.
+# usual code fits it to the 20 or 40 episodes of a task. Fitted to our one or two, it would explain
+# the noise away, so we fit it to all tasks of the last batch. m is a hint of the task: a velocity,
+# say, is worth more in one task than in another. Since m depends on the actions, it biases the
+# gradient slightly.
 
 
-class Phase:
-    """The exploring or the adapted part of some rows of a buffer.
+def baseline_features(phase):
+    """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
+    # The time since the episode began, in units of 100 steps. Ends 0 1 0 0: began 0 0 2 2.
+    t = torch.arange(phase.ends.shape[1], device=phase.ends.device)
+    began = (phase.ends * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
+    began[:, 0] = 0
+    time = (t - began)[..., None] / 100
 
-    `rows` selects R rows of the buffer; mask (R, T) is true at the steps of the phase. T may be
-    shorter than the rows of the buffer: `act` has only the steps so far.
-    """
+    task_hint = phase.mean_reward[..., None] * phase.state
+    time_features = [time, time**2, time**3, torch.ones_like(time)]
+    return torch.cat([phase.state, phase.state**2, task_hint, *time_features], dim=-1)
 
-    def __init__(self, buffer, rows, mask):
-        T = mask.shape[1]
-        self.mask = mask
-        self.state = buffer.state[rows, :T]
-        self.action = buffer.action[rows, :T]
-        self.log_prob = buffer.log_prob[rows, :T]
-        self.reward = buffer.reward[rows, :T]
-        self.terminated = buffer.terminated[rows, :T]
-        self.ends = buffer.eta[rows, :T] > 0
-        self.ends[:, -1] = True  # nothing follows the last step, even within an episode
-        # Of the selected steps, (R, 1) each.
-        self.count = mask.sum(dim=1, keepdim=True)
-        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
 
-    def features(self):
-        """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Ends 0 1 0 0: began 0 0 2 2.
-        t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        began = (self.ends * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
-        began[:, 0] = 0
-        time = (t - began)[..., None] / 100
+def baseline_advantages(phase, beta, gamma, lam):
+    """GAE with the baseline whose weights are beta (D,): (R, T)."""
+    value = phase.mean_reward / (1 - gamma) + baseline_features(phase) @ beta
+    # Where an episode terminates, the next value is 0. At a time limit the next state in the row
+    # belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
+    next_value = torch.where(phase.ends, value, value.roll(-1, dims=1))
+    next_value = next_value.masked_fill(phase.terminated, 0.0)
+    return trmrl.gae(phase.reward, value, next_value, ~phase.ends, gamma, lam)
 
-        task_hint = self.mean_reward[..., None] * self.state
-        time_features = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, task_hint, *time_features], dim=-1)
 
-    def advantages(self, beta, gamma, lam):
-        """GAE with the baseline whose weights are beta (D,): (R, T)."""
-        value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit the next state in the
-        # row belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
-        next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(self.terminated, 0.0)
-        return trmrl.gae(self.reward, value, next_value, ~self.ends, gamma, lam)
-
-    def fit_baseline(self, gamma):
-        """beta (D,) by ridge regression over the selected steps of all rows."""
-        X = self.features()[self.mask]
-        M, D = X.shape
-        # With beta = 0 and lambda = 1 these are discounted returns less m / (1 - gamma); after a
-        # time limit, m is earned forever.
-        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
-        ridge = RIDGE * torch.eye(D, device=X.device)
-        return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)
-
-    def to_samples(self, beta, config):
-        """The selected steps as Samples, with advantages standardised in each row."""
-        step_weight = self.mask / self.count
-        advantage = self.advantages(beta, config.gamma, config.gae_lambda)
-        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
-        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
-        advantage = advantage / (variance.sqrt() + 1e-8)
-
-        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
-        needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Samples(*(x[:, needed] for x in samples))
+def fit_baseline(phase, gamma):
+    """beta (D,) by ridge regression over the selected steps of all rows."""
+    X = baseline_features(phase)[phase.mask]
+    M, D = X.shape
+    # With beta = 0 and lambda = 1 these are discounted returns less m / (1 - gamma); after a time
+    # limit, m is earned forever.
+    y = baseline_advantages(phase, X.new_zeros(D), gamma, lam=1.0)[phase.mask]
+    ridge = RIDGE * torch.eye(D, device=X.device)
+    return torch.linalg.solve(X.T @ X / M + ridge, X.T @ y / M)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The oracle: an agent that is told the task.
 
-It needs no memory, because it has nothing to infer: policy and value are MLPs on state and task.
+It needs no memory, because it has nothing to infer: pi(. | s, task) and V(s, task) are MLPs.
 TrMRL's gap to the oracle is roughly the price of inferring the task (their networks and, on the
 half-cheetah, their learning rates differ, too). The oracle's own gap to a perfect score is due to
 the robot and to PPO. On ML45 it is weak: it reads the class as one number, 0 to 44, not one-hot.
@@ -41,7 +41,7 @@ class Oracle(trmrl.Agent):
 
     def __init__(self, config, sizes):
         S, _, k = sizes
-        super().__init__(config, sizes, memory_size=S + k)  # no memory: what the heads read
+        super().__init__(config, sizes, e_size=S + k)
         self.task_normalizer = trmrl.RunningStats(k)
 
     def recall(self, buffer, row, t):

@@ -15,11 +15,12 @@ encoder, and a KL divergence keeps the posterior near the prior. The policy's gr
 The main differences from the paper (the sizes are in docs/differences.md):
 
 - The paper revisits a fixed set of tasks (100 half-cheetah velocities), each with data of its own.
-  Here every iteration draws tasks anew, and a trial counts as all the data of its task, even where
-  tasks recur: context and RL batch come from the same trial. Recent trials are drawn more often.
-- In training, a context is C random transitions (s, a, r), as in the authors' code. When the agent
-  acts, it is all transitions so far, so the posterior is narrower. In its first episode the agent
-  acts on the prior, on which it is never trained, as in the authors' code.
+  Here every iteration draws tasks anew, and each trial is treated as a task of its own, even where
+  tasks recur: context and RL batch come from one trial. Recent trials are drawn more often.
+- In training, a context is C random transitions (s, a, r), as in the authors' code; theirs come
+  only from episodes with z from the prior. When the agent acts, it is all transitions so far, so
+  the posterior is narrower. In its first episode the agent acts on the prior, on which it is never
+  trained, as in the authors' code.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
 - Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
@@ -99,7 +100,7 @@ class PEARL(trmrl.Agent):
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
-        super().__init__(config, sizes, memory_size=S + Z)
+        super().__init__(config, sizes, e_size=S + Z)
         # Agent builds the heads of PPO. We replace its policy head and delete the rest: SAC has Q
         # functions instead of a value, and a standard deviation that depends on the state.
         del self.value_head, self.log_std
@@ -179,8 +180,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The statistics come first, unlike in PPO: the replay holds raw observations, and SAC does
-        # not compare with what was computed when the agent acted.
+        # The statistics of states come first, unlike in PPO: the replay holds raw observations, and
+        # SAC does not compare with what was computed when the agent acted.
         self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
@@ -264,7 +265,9 @@ class PEARL(trmrl.Agent):
         trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
 
         iterations = int(self.replay_iterations)  # so far
-        file = self.folder / "replay.bin" if self.folder else None  # None outside a run
+        file = (
+            self.folder / "replay.bin" if self.folder else None
+        )  # None if the agent has no run folder
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
             K = math.ceil(size / buffer.reward.numel())

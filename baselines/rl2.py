@@ -84,7 +84,7 @@ class RL2(trmrl.Agent):
     Config = Config
 
     def __init__(self, config, sizes):
-        super().__init__(config, sizes, memory_size=config.d_model)
+        super().__init__(config, sizes, e_size=config.d_model)
         S, A, _ = sizes
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 

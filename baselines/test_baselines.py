@@ -925,7 +925,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_is_not_saved(
 
     monkeypatch.setattr(agent_class, "update", poisoned_update)
     remedy = "--inner-lr" if agent_class is MAML else "learning rate"
-    with pytest.raises(trmrl.UserError, match=f"not finite; start a new run with a lower {remedy}"):
+    with pytest.raises(trmrl.UserError, match=f"not finite; start again with a lower {remedy}"):
         train(agent_class, tmp_path / "run")
     saved, rows, _ = outcome(tmp_path / "run")
     assert saved["iteration"] == len(rows) == 2

@@ -17,8 +17,8 @@ Differences from the authors' code, and some details:
 
 - The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
   segments of at most 50 steps, which start from stored hidden states, as in our RL^2.
-- Rewards are normalised and decoded as Gaussians of variance 1, and the last one of an episode is
-  not decoded.
+- Rewards are normalised and decoded as Gaussians of variance 1 (the authors: of variance 1/2), and
+  the last one of an episode is not decoded.
 - The GRU is smaller and has no embeddings. It has seen s_0 before it gives the first belief, and it
   is told where episodes end.
 - The return of PPO ends where an episode terminates.
@@ -50,13 +50,10 @@ REWARDS = 20  # J: rewards that each of them predicts
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
 # next.
-CHANGES = {
-    "halfcheetah_vel": dict(lr=1e-3),
-    "ant_dir": {},
-    "ml1": dict(episodes_per_trial=2),
-    "ml45": dict(episodes_per_trial=2),
-}
-PRESETS = {env: trmrl.PRESETS[env] | changes for env, changes in CHANGES.items()}
+PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}
+PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
+PRESETS["ml1"] |= dict(episodes_per_trial=2)
+PRESETS["ml45"] |= dict(episodes_per_trial=2)
 
 
 @dataclass
@@ -114,7 +111,7 @@ class VariBAD(trmrl.Agent):
 
     def __init__(self, config, sizes):
         S, A, _ = sizes
-        super().__init__(config, sizes, memory_size=S + 2 * config.latent_size)
+        super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
@@ -201,12 +198,12 @@ class VariBAD(trmrl.Agent):
         i = reward_steps
         parts = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
         predicted = self.vae.decode(z, torch.cat(parts, dim=-1))  # (R, K, J)
-        reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J)
+        reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J), normalised
         not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
-        # is cheap, so it is not sampled.
+        # is cheap, so it is not sampled. ELBO / (T T): mean() divides by T once, / T again.
         prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
