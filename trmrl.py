@@ -36,10 +36,12 @@ Sections 2 to 9 follow the paper; 10 to 12 are machinery, which you can skip at 
 
 Differences from the paper are noted where they occur; docs/differences.md lists them all.
 
-Letters: a trial is E episodes of one task; the agent sees its last N steps; the transformer has L
-layers. In shapes: R rows of a buffer (one per environment), T steps of a row, M steps in a forward
-pass (the m-th is step t[m] of row row[m]); S, A, k and d are the sizes of a state, an action, a
-task and a memory vector.
+A trial is E episodes of one task. In the paper they are one trajectory; here, by default, every
+episode begins with an empty memory and nothing joins them (section 3; --keep-memory joins them).
+
+Letters: the agent sees its last N steps; the transformer has L layers. In shapes: R rows of a
+buffer (one per environment), T steps of a row, M steps in a forward pass (the m-th is step t[m] of
+row row[m]); S, A, k and d are the sizes of a state, an action, a task and a memory vector.
 """
 
 import argparse
@@ -115,8 +117,8 @@ def setting(group, default, help, low=0, high=10**9):
 
 @dataclass
 class Config:
-    # Without annotations these are class attributes, not fields. A baseline overrides both;
-    # not_flags names the settings that it ignores or fixes itself, so that they are no flags.
+    # Class attributes (no annotation, so no fields), which a baseline may override. not_flags:
+    # settings that it does not offer as flags, because it ignores or fixes them.
     presets = PRESETS
     not_flags = ()
 
@@ -148,7 +150,7 @@ class Config:
     lr: float = setting("learning", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("learning", 1e-3, "learning rate of the value head", high=1)
     final_lr: float = setting(
-        "learning", 0.05, "learning rates fall linearly to this fraction", high=1
+        "learning", 0.05, "final learning rates, as a fraction of the initial ones", high=1
     )
     max_grad_norm: float = setting("learning", 0.5, "gradients are clipped to this norm", low=1e-9)
 
@@ -192,7 +194,7 @@ class TaskFamily(VectorEnv):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # `collect` resets
-    splits = ("train", "test")  # "train" comes first; a run is meta-tested on all the others
+    splits = ("train", "test")  # then any others. A run is meta-tested on all but "train"
     classes = ()  # names, if tasks come in classes; tasks[:, 0] is then the index of the class
     episode_length = 200
     sample_at_test = False  # true: a meta-test samples actions; false: it takes their means
@@ -479,10 +481,10 @@ class Buffer:
         self.memory_start = zeros(R, T + 1, dtype=torch.long)  # the oldest step that step t may see
 
         # The states before they are normalised, for the statistics of the normalizer.
-        self.observation = zeros(R, T + 1, S)
+        self.raw_state = zeros(R, T + 1, S)
 
         # Actions and predictions. Noise is drawn in advance: calling Player.act twice gives the
-        # same answer twice.
+        # same answer twice. (In column T no action is taken, but `act` may read it.)
         self.noise = torch.randn(R, T + 1, A, generator=generator, device=generator.device)
         self.action = zeros(R, T, A)  # before clipping; log_prob is its log-probability
         self.log_prob = zeros(R, T)
@@ -506,8 +508,8 @@ class Buffer:
 
     def write_state(self, t, observation, normalizer):
         """Write the observations (R, S) of step t."""
-        self.observation[:, t] = self.to_device(observation)
-        self.state[:, t] = normalizer(self.observation[:, t])
+        self.raw_state[:, t] = self.to_device(observation)
+        self.state[:, t] = normalizer(self.raw_state[:, t])
 
 
 def window(buffer, row, t, N):
@@ -546,7 +548,7 @@ def window(buffer, row, t, N):
 # consensus of Theorem 1, which assumes memories of unit norm; nothing here enforces that.
 #
 # This is standard causal attention: scores are divided by the root of the size of one head, and
-# hidden ones become minus infinity, before the softmax. (Eq. 1 multiplies them by the mask; Eq. 4
+# masked ones become minus infinity, before the softmax. (Eq. 1 multiplies them by the mask; Eq. 4
 # and 5 divide after the softmax, and have i <= j for j <= i and slips in their indices.) App. E
 # does not say what replaces T-Fixup when it is off; --no-tfixup uses the layer normalisation of
 # Sec. 3.2, after each residual, without warm-up.
@@ -599,13 +601,16 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Refines the working memories e^0; returns the episodic memory e^L of the current step."""
+    """Refines the working memories e^0; returns the episodic memory e^L of the current step.
+
+    T-Fixup scales the layers here, and phi in TrMRL.
+    """
 
     def __init__(self, L, d, heads, tfixup):
         super().__init__()
         self.layers = nn.ModuleList(Layer(d, heads, layer_norm=not tfixup) for _ in range(L))
         self.layers.apply(xavier)
-        if tfixup:  # phi, the input embedding, is initialised in TrMRL
+        if tfixup:
             for layer in self.layers:
                 # 0.67 L^(-1/4); the paper writes N for L. Sec. 3.3 says "the linear projection
                 # matrices"; the T-Fixup paper excludes queries and keys.
@@ -709,7 +714,7 @@ class Agent(nn.Module):
     name = ""  # in run folders and saved files
     command = ""  # what users type to start it
     Config = Config
-    scored_episode = 1  # its return is the test score; later if an agent adapts between episodes
+    scored_episode = 1  # its return is the test score; pearl and maml have a later one
 
     def __init__(self, config, sizes, e_size):
         super().__init__()
@@ -805,7 +810,7 @@ class TrMRL(Agent):
 #     terminated    ends, V = 0                ends, V = 0
 #     time limit    ends, V = value(s_{t+1})   continues, V = value(first state of the next episode)
 #
-# At the end of a row a trajectory ends as by default.
+# The end of a row always ends a trajectory: V = 0 if terminated, else value(s_{t+1}).
 
 
 class Player:
@@ -855,9 +860,9 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Where a trajectory ends (the table above), PPO needs V(s_{t+1}): 0 if the episode has
-        # terminated, or else what the agent predicts as if it went on. So we ask now, before eta_t
-        # is written and the memory cleared. Rows that do not end get a value, too: nobody reads it.
+        # Rows whose trajectory ends (the table above) need V: 0 if terminated, or else what the
+        # agent predicts for s_{t+1} as if the episode went on. So we ask it before eta_t is written
+        # and the memory cleared.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.terminated[:, t] = buffer.to_device(terminated)
@@ -971,22 +976,21 @@ def ppo_update(agent, buffer, optimizer, generator):
     history = []  # stays on the device: fetching each metric would wait for a GPU
     for _ in range(agent.config.epochs):
         for row, t in agent.minibatches(buffer, generator):
-            i = row, t
             mean, value = agent(buffer, row, t)
-            log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[i])
+            log_prob = gaussian_log_prob(mean, agent.log_std, buffer.action[row, t])
             loss, metrics = ppo_loss(
                 log_prob,
                 value,
-                buffer.log_prob[i],
-                advantage[i],
-                value_target[i],
+                buffer.log_prob[row, t],
+                advantage[row, t],
+                value_target[row, t],
                 agent.config.clip,
             )
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
     # Affects the next batch only: the buffer holds the states of this one already normalised.
-    agent.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+    agent.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
     table = torch.stack([torch.stack(list(m.values())) for m in history])
@@ -1102,14 +1106,10 @@ def train(config, make_tasks=make_tasks, agent_class=TrMRL):
 
 def resume(folder, make_tasks=make_tasks, agent_class=TrMRL, **changes):
     """Continue a run from its checkpoint; `changes` may set device and threads."""
-    # This agent only provides the checked settings: Run builds its own, on the device.
+    # This agent only carries the settings: Run builds one on the device.
     saved, agent = load_file(Path(folder) / "checkpoint.pt", agent_class)
     run = Run(folder, replace(agent.config, **changes), make_tasks, agent_class)
-    run.agent.load_state_dict(saved["weights"])
-    run.agent.trained_steps = saved["step"]
-    run.optimizer.load_state_dict(saved["optimizer"])
-    for name in run.saved_fields:
-        setattr(run, name, saved[name])
+    run.restore(saved)
     if run.finished:
         if RANK == 0:
             run.save()  # the last one may have been interrupted after the checkpoint
@@ -1141,10 +1141,10 @@ class Run:
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
         # The environments of this process, one for each row.
-        num_tasks = config.num_tasks // WORLD_SIZE
-        self.envs = make_tasks(config.env, num_tasks * config.rows_per_task, config.seed, "train")
-        # A check before the folder exists: ML45 refuses numbers that are no multiple of 45.
-        self.envs.sample_tasks(np.random.default_rng(0), num_tasks)
+        local_tasks = config.num_tasks // WORLD_SIZE
+        self.envs = make_tasks(config.env, local_tasks * config.rows_per_task, config.seed, "train")
+        # Fail before the folder exists: ML45 refuses numbers of tasks that are no multiple of 45.
+        self.envs.sample_tasks(np.random.default_rng(0), local_tasks)
         self.test_envs = {}
         for split in self.envs.splits[1:]:  # all but "train"
             self.test_envs[split] = make_tasks(config.env, config.eval_tasks, TEST_SEED, split)
@@ -1207,11 +1207,19 @@ class Run:
             temporary.write_bytes(file.getvalue())
             os.replace(temporary, self.folder / name)
 
+    def restore(self, saved):
+        """Continue from the content of a checkpoint.pt."""
+        self.agent.load_state_dict(saved["weights"])
+        self.agent.trained_steps = saved["step"]
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for name in self.saved_fields:
+            setattr(self, name, saved[name])
+
 
 def load_file(path, agent_class):
     """The content of an agent.pt or checkpoint.pt, and its agent on the CPU."""
     if not path.is_file():
-        parent = path.parent if path.parent.is_dir() else path.parent.parent
+        parent = next(folder for folder in path.parents if folder.is_dir())
         files = [*parent.glob("*/agent.pt"), *parent.glob("*/*/agent.pt")]
         names = ", ".join(sorted(str(file.parent) for file in files))
         hint = f"; {parent} holds these runs: {names}" if names else ""
@@ -1366,7 +1374,7 @@ def pick_device(name):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Import the compiler now: if Adam does so later, Python may crash on exit.
+        # Called because it imports the compiler: if Adam does so later, Python may crash on exit.
         torch.compiler.reset()
         # The others wait while process 0 meta-tests, which can take longer than NCCL's default.
         patience = timedelta(hours=2)

@@ -11,9 +11,9 @@ a given KL divergence.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, also in meta-tests with mean actions. To the outer gradient the explored
-steps are fixed data: it makes an exploring action likelier if the action's own term of the inner
-gradient improves theta' (see surrogate), but not for the states to which the action leads.
+samples while it explores, also in meta-tests with mean actions. The outer gradient treats the
+explored steps as fixed data: it credits an exploring action for its own term of the inner gradient
+(see surrogate), but not for the later states to which it leads.
 
 Differences from the paper, and some details:
 
@@ -39,6 +39,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+
+# grad(f)(x) is the gradient of f at x; vmap(f) applies f to each row; functional_call runs a module
+# with other weights; vjp(f, x) gives products of vectors with the derivative of f at x.
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
@@ -68,6 +71,11 @@ class Config(trmrl.Config):
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     inner_lr: float = setting("MAML", 0.1, "alpha, size of the inner step", high=1000)
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
+
+    def __post_init__(self):
+        if trmrl.WORLD_SIZE > 1:
+            raise trmrl.UserError("maml runs in one process; start it without torchrun")
+        super().__post_init__()
 
 
 # ---- The two phases of a trial -------------------------------------------------------------------
@@ -107,7 +115,7 @@ class Phase:
         self.terminated = buffer.terminated[rows, :T]
         self.ends = buffer.eta[rows, :T] > 0
         self.ends[:, -1] = True  # nothing follows the last step, even within an episode
-        # Of the selected steps, (R, 1) each.
+        # Of the selected steps, (R, 1) each. The mean reward is m of the value baseline below.
         self.count = mask.sum(dim=1, keepdim=True)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
 
@@ -130,10 +138,11 @@ class Phase:
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of Adv pi(a | s) / pi_old(a | s).
 
-    At pi = pi_old it has the gradient of Adv log pi, but another second derivative:
-    Adv (grad^2 log pi + grad log pi (grad log pi)^T). The second term, which Adv log pi lacks,
-    makes an exploring action likelier if its part of the inner step, Adv grad log pi, points along
-    the gradient at theta' (Rothfuss et al. 2019).
+    The outer gradient is (I + alpha H) g', where g' is the gradient of the outer J at theta', and H
+    the Hessian of the inner J at theta. There pi = pi_old: J has the gradient of Adv log pi, but H
+    averages Adv (grad^2 log pi + grad log pi (grad log pi)^T). By the last term, which Adv log pi
+    lacks, an exploring action becomes likelier if its part of the inner step, Adv grad log pi,
+    points along g' (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()
@@ -158,8 +167,6 @@ class MAML(trmrl.Agent):
     Config = Config
 
     def __init__(self, config, sizes):
-        if trmrl.WORLD_SIZE > 1:
-            raise trmrl.UserError("maml runs in one process; start it without torchrun")
         S = sizes[0]
         super().__init__(config, sizes, e_size=S)
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
@@ -257,7 +264,7 @@ class MAML(trmrl.Agent):
         # the next batch uses the statistics updated below: a visible error only at the start.
         self.betas[0] = fit_baseline(exploring, config.gamma)
         self.betas[1] = fit_baseline(adapted, config.gamma)
-        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
         return metrics | {
@@ -333,7 +340,7 @@ def trpo_step(objective, kl, theta, max_kl):
 
 def baseline_features(phase):
     """What the baseline is linear in, (R, T, D): D = 3 S + 4."""
-    # The time since the episode began, in units of 100 steps. Ends 0 1 0 0: began 0 0 2 2.
+    # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
     t = torch.arange(phase.ends.shape[1], device=phase.ends.device)
     began = (phase.ends * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
     began[:, 0] = 0

@@ -26,7 +26,7 @@ The main differences from the paper (the sizes are in docs/differences.md):
 - Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
   a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
 
-Shapes: M tasks (in trmrl.py M counts steps) with B transitions each, and C transitions of context;
+Shapes: M tasks (in trmrl.py M counts steps) with B transitions each and C transitions of context;
 S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
 the replay keeps the last K iterations.
 """
@@ -74,6 +74,11 @@ class Config(trmrl.Config):
     target_rate: float = setting("SAC", 0.01, "rate at which the targets follow", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
 
+    def __post_init__(self):
+        if trmrl.WORLD_SIZE > 1:
+            raise trmrl.UserError("pearl runs in one process; start it without torchrun")
+        super().__post_init__()
+
 
 def relu_mlp(inputs, hidden, outputs):
     """Two hidden layers with ReLU."""
@@ -94,8 +99,6 @@ class PEARL(trmrl.Agent):
     scored_episode = 3  # whatever E is: its z comes from two episodes, as in the paper
 
     def __init__(self, config, sizes):
-        if trmrl.WORLD_SIZE > 1:
-            raise trmrl.UserError("pearl runs in one process; start it without torchrun")
         if config.minibatch % config.meta_batch:
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
@@ -182,11 +185,11 @@ class PEARL(trmrl.Agent):
         config = self.config
         # The statistics of states come first, unlike in PPO: the replay holds raw observations, and
         # SAC does not compare with what was computed when the agent acted.
-        self.normalizer.update(buffer.observation[:, :-1].flatten(0, 1))
+        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
 
-        iterations = int(self.replay_iterations)  # read once: int() waits for a GPU
+        iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
         totals = 0.0
         for _ in range(config.updates):
             context, batch, next_batch = self.sample_replay(iterations, generator)
@@ -198,6 +201,33 @@ class PEARL(trmrl.Agent):
 
         means = (totals / config.updates).tolist()
         return dict(zip(metrics, means)) | {"updates": config.updates}
+
+    def sample_replay(self, iterations, generator):
+        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
+        config = self.config
+        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
+        B = config.minibatch // M
+        K, R, columns, _ = self.replay.shape
+        T = columns - 1
+        uniform = partial(torch.rand, generator=generator, device=self.device)
+
+        # The square prefers recent trials: half of the draws fall in the most recent quarter.
+        age = (uniform(M, 1).square() * min(iterations, K)).long()
+        slot = (iterations - 1 - age) % K
+        row = (uniform(M, 1) * R).long()
+
+        # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
+        # counted as if none ended early.
+        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
+        t_context = (uniform(M, C) * context_episodes * T / E).long()
+        t = (uniform(M, B) * T).long()
+        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
+
+    def unpack(self, steps):
+        """State, action, reward, terminated and timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
 
     def loss(self, context, batch, next_batch, generator):
         """The loss of everything that is learned, and metrics (Algorithm 1 of the paper).
@@ -256,18 +286,16 @@ class PEARL(trmrl.Agent):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
 
         A step is S + A + 3 numbers: observation, action, reward, terminated, timed_out. The
-        checkpoint knows how many iterations the file has, so a crash of the program does no harm:
-        what comes after them is cut off.
+        checkpoint counts the iterations in the file. If a crash of the program left more in it,
+        they are cut off here.
         """
         timed_out = buffer.eta * ~buffer.terminated
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
         outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
-        trials = torch.cat([buffer.observation, buffer.clipped_action, outcome], dim=-1)
+        trials = torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
 
         iterations = int(self.replay_iterations)  # so far
-        file = (
-            self.folder / "replay.bin" if self.folder else None
-        )  # None if the agent has no run folder
+        file = self.folder and self.folder / "replay.bin"  # None if the agent has no run folder
         if self.replay is None:
             size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
             K = math.ceil(size / buffer.reward.numel())
@@ -291,33 +319,6 @@ class PEARL(trmrl.Agent):
         for i in range(max(0, iterations - K), iterations):
             saved = np.fromfile(file, np.float32, math.prod(shape), offset=i * nbytes)
             self.replay[i % K] = torch.from_numpy(saved).view(shape)
-
-    def sample_replay(self, iterations, generator):
-        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
-        config = self.config
-        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
-        B = config.minibatch // M
-        K, R, columns, _ = self.replay.shape
-        T = columns - 1
-        uniform = partial(torch.rand, generator=generator, device=self.device)
-
-        # The square prefers recent trials: half of the draws fall in the most recent quarter.
-        age = (uniform(M, 1).square() * min(iterations, K)).long()
-        slot = (iterations - 1 - age) % K
-        row = (uniform(M, 1) * R).long()
-
-        # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
-        # counted as if none ended early.
-        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
-        t_context = (uniform(M, C) * context_episodes * T / E).long()
-        t = (uniform(M, B) * T).long()
-        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
-
-    def unpack(self, steps):
-        """State, action, reward, terminated and timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ Differences from the paper, and some details:
 - The gradient flows back not through the whole trial, but through segments of at most 50 steps.
   Each starts from the hidden state that was stored when the agent acted, with slightly older
   weights. This is faster, and a minibatch can mix many tasks.
-- Where an episode terminates (the ant falls), the return that PPO maximises ends, although the
-  memory lives on.
+- The return that PPO maximises spans the episodes of a trial, as in the paper, but it ends where an
+  episode terminates (the ant falls), although the memory lives on.
 - Returns are discounted by the preset's gamma, 0.95 to 0.98, and so look 20 to 50 steps ahead:
   there is hardly any credit for exploring now to do better in the next episode.
 - Policy and value share one GRU of 64 units.
@@ -129,8 +129,7 @@ class RL2(trmrl.Agent):
         per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        # At least one segment, at most all. (With T = 201, segments leave out a step of each row,
-        # so a minibatch of R T steps may ask for more segments than there are.)
+        # At least one segment, and at most all: they may leave out steps that --minibatch counts.
         size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

@@ -128,13 +128,13 @@ def test_a_player_acts_as_collect_does_even_if_asked_twice(agent_class, sample):
         player.buffer.stored["z_noise"] = buffer.stored["z_noise"]
     for t in range(40):
         asked = (sample, not sample, sample)
-        first, other, second = (player.act(buffer.observation[:, t], x) for x in asked)
+        first, other, second = (player.act(buffer.raw_state[:, t], x) for x in asked)
         assert np.array_equal(first, second), "asking changes the answer"
         differ = not np.array_equal(first, other)
         assert differ or agent_class is MAML, "a sample is the mean"  # MAML always explores
         np.testing.assert_allclose(first, buffer.action[:, t], atol=1e-5)
         terminated, done = buffer.terminated[:, t], buffer.eta[:, t] > 0
-        following = buffer.observation[:, t + 1]
+        following = buffer.raw_state[:, t + 1]
         player.observe(following, buffer.reward[:, t], terminated, done & ~terminated)
 
 
@@ -146,7 +146,7 @@ def test_the_normalisers_know_all_that_was_seen(agent_class):
     for seed in (0, 1):
         batches.append(collect(agent, PointMass(4, seed), seed=seed))
         agent.update(batches[-1], adam(agent), torch.Generator())
-    seen = [(agent.normalizer, torch.cat([x.observation[:, :-1].reshape(-1, 2) for x in batches]))]
+    seen = [(agent.normalizer, torch.cat([x.raw_state[:, :-1].reshape(-1, 2) for x in batches]))]
     if agent_class is Oracle:
         seen.append((agent.task_normalizer, torch.cat([x.task for x in batches])))
     for normalizer, rows in seen:
@@ -537,7 +537,7 @@ def sample_numbered(iterations, capacity, **settings):
     # Slot s of a ring holds the last iteration i with i % capacity == s.
     iteration = iterations - 1 - (iterations - 1 - slot) % capacity
     agent.replay = torch.stack([iteration, row, t], dim=-1).float()
-    return agent.sample(iterations, torch.Generator().manual_seed(0))
+    return agent.sample_replay(iterations, torch.Generator().manual_seed(0))
 
 
 def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():

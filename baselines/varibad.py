@@ -21,9 +21,9 @@ Differences from the authors' code, and some details:
   the last one of an episode is not decoded.
 - The GRU is smaller and has no embeddings. It has seen s_0 before it gives the first belief, and it
   is told where episodes end.
-- The return of PPO ends where an episode terminates.
-- The paper also decodes next states where the dynamics differ between tasks. They do in ML45 and
-  perhaps in a few tasks of ML1, but we decode rewards alone.
+- As in our RL^2, the return of PPO spans the trial, but ends where an episode terminates.
+- The paper also decodes next states where the dynamics differ between tasks. They do in ML45, but
+  we decode rewards alone.
 - As in RL^2, a final meta-test is longer than a trial of training, and so are, on MetaWorld, the
   episodes of every meta-test.
 
@@ -137,16 +137,16 @@ class VariBAD(trmrl.Agent):
         # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
-        buffer.stored["belief"][:, t] = belief[:, 0]
+        buffer.stored["belief"][:, t] = belief[:, 0].detach()  # PPO's gradient stops here
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
-        """The state and the belief as it was when the agent acted: no gradient reaches the VAE."""
+        """The state and the belief as it was when the agent acted."""
         belief = self.belief_normalizer(buffer.stored["belief"][row, t])
         return torch.cat([buffer.state[row, t], belief], dim=-1)
 
     def update(self, buffer, optimizer, generator):
-        """PPO for policy and value, then some gradient steps of the VAE on the same batch."""
+        """PPO, then vae_updates gradient steps of the VAE, each on all rows of the same batch."""
         metrics = super().update(buffer, optimizer, generator)
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # without s_T
 
@@ -163,7 +163,8 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
-            # Here only the VAE has gradients, in PPO only the rest: Adam skips weights without one.
+            # Here only the VAE has gradients, in PPO only the rest: zero_grad sets the others to
+            # None, and Adam skips those.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
