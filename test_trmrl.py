@@ -1659,7 +1659,7 @@ MISTAKES = """--env; --env a/b; --memory 3; --nonsense=1; --memory-length 0; --m
     --mean; --csv x.csv; --episodes 3; --eval nowhere --seed 3; --eval nowhere --resume nowhere
     --eval nowhere --episodes 0; --resume nowhere --lr 0.1; --eval RUN --eval-tasks 0
     --eval RUN --threads -1; --eval RUN --mean --sample; --eval RUN --device abacus
-    --eval RUN --split ood"""
+    --eval RUN --split ood; --eval RUN --csv nowhere/x.csv"""
 MISTAKES = [x.strip() for x in MISTAKES.replace("\n", ";").split(";")]
 
 

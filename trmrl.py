@@ -1508,6 +1508,8 @@ def eval_command(args, make_tasks, agent_class):
     split = args.get("split", "test")
     if not 1 <= episodes <= 1000:
         raise UserError(f"--episodes must be between 1 and 1000, not {episodes}")
+    if "csv" in args and not Path(args["csv"]).absolute().parent.is_dir():
+        raise UserError(f"--csv: the folder of {args['csv']} does not exist")
     agent = load_agent(args["eval"], args.get("device", "auto"), agent_class)
     num_tasks = args.get("eval_tasks", agent.config.eval_tasks)
     config = replace(agent.config, eval_tasks=num_tasks, threads=args.get("threads", 1))
