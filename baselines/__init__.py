@@ -7,11 +7,11 @@
     maml     adapts its weights by one policy gradient step (the outer step is TRPO's)
     oracle   is told the task (PPO); not in the paper
 
-The score of an agent is the return of its first test episode; pearl and maml adapt only between
-episodes and are scored on the third (maml: the E-th, by default also the third). All are subclasses
-of trmrl.Agent, and the letters E, R, T, S, A, k and d are those of trmrl.py; each file names its
-others. Read oracle.py first, the smallest; then rl2.py; then varibad.py, which borrows two
-functions of rl2.py. pearl.py and maml.py stand alone.
+The score of an agent is the return of its first test episode. pearl and maml adapt only between
+episodes: pearl is scored on its third, maml on its E-th, by default also the third. All are
+subclasses of trmrl.Agent, and the letters E, R, T, S, A, k and d are those of trmrl.py; each file
+names its others. Read oracle.py first, the smallest; then rl2.py; then varibad.py, which borrows
+two functions of rl2.py. pearl.py and maml.py stand alone.
 """
 
 # Settings that are not flags of any baseline: those of the transformer, and keep_memory, which the

@@ -12,8 +12,8 @@ a given KL divergence.
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
 samples while it explores, also in meta-tests with mean actions. The outer gradient treats the
-explored steps as fixed data: it credits an exploring action for its own term of the inner gradient
-(see surrogate), but not for the later states to which it leads.
+explored steps as fixed data: it makes an exploring action likelier if that action improves the
+inner step (see surrogate), but not for the sake of later states to which it leads.
 
 Differences from the paper, and some details:
 
@@ -24,7 +24,8 @@ Differences from the paper, and some details:
   is the preset's.
 - Advantages are those of GAE, with a baseline fitted to all tasks of the previous batch (see
   Value baseline). On MetaWorld it extrapolates in time, because test episodes are longer.
-- The inner step uses probability ratios instead of log-probabilities.
+- The inner step uses probability ratios instead of log-probabilities: their gradient is the same,
+  their second derivative is not (see surrogate).
 - TRPO has a larger KL bound and more damping than in the authors' code.
 - A meta-test takes one inner step, not several.
 
@@ -138,11 +139,12 @@ class Phase:
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of Adv pi(a | s) / pi_old(a | s).
 
-    The outer gradient is (I + alpha H) g', where g' is the gradient of the outer J at theta', and H
-    the Hessian of the inner J at theta. There pi = pi_old: J has the gradient of Adv log pi, but H
-    averages Adv (grad^2 log pi + grad log pi (grad log pi)^T). By the last term, which Adv log pi
-    lacks, an exploring action becomes likelier if its part of the inner step, Adv grad log pi,
-    points along g' (Rothfuss et al. 2019).
+        outer gradient    (I + alpha H) g',  g' = grad J_outer(theta'),  H = grad^2 J_inner(theta)
+        at pi = pi_old    H = mean of Adv (grad^2 log pi + grad log pi (grad log pi)^T)
+
+    Adv log pi has the same gradient there, but its Hessian lacks the last term. That term makes an
+    exploring action likelier if its part of the inner step, Adv grad log pi, points along g'
+    (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
     ratio = (log_prob - samples.log_prob).exp()

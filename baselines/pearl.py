@@ -4,11 +4,15 @@
 
 PEARL describes a task by a latent vector z and infers z from transitions, the context c. An encoder
 turns each transition into a Gaussian factor, and the posterior q(z | c) is the product of all
-factors, whatever their order. In the first episode of a task the agent draws z from the prior
-N(0, I), in each later one from the posterior given the episodes so far: it adapts from one episode
-to the next, not within an episode. Soft actor-critic (SAC) learns a policy of (s, z) and two Q
-functions of (s, a, z) from a replay of past trials. The error of the Q functions also trains the
-encoder, and a KL divergence keeps the posterior near the prior. The policy's gradient stops at z.
+factors, whatever their order:
+
+    q(z | c) ~ prod_n N(z; mean_n, var_n),   (mean_n, var_n) = encoder(s_n, a_n, r_n)
+
+In the first episode of a task the agent draws z from the prior N(0, I), in each later one from the
+posterior given the episodes so far: it adapts from one episode to the next, not within an episode.
+Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z) from a replay of
+past trials. The error of the Q functions also trains the encoder, and a KL divergence keeps the
+posterior near the prior. The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
@@ -112,7 +116,7 @@ class PEARL(trmrl.Agent):
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.replay = None  # (K, R, T + 1, S + A + 3), see `remember`
-        # Iterations in the replay's file: this, not the replay itself, is in the checkpoint.
+        # How many iterations replay.bin holds. The checkpoint has this number, not the replay.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
@@ -217,7 +221,7 @@ class PEARL(trmrl.Agent):
         row = (uniform(M, 1) * R).long()
 
         # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
-        # counted as if none ended early.
+        # where an episode counts as T / E steps, even if one ended early.
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()

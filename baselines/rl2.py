@@ -129,7 +129,8 @@ class RL2(trmrl.Agent):
         per_row, length = segment_sizes(T)
         order = torch.randperm(R * per_row, generator=generator, device=self.device)
         size = self.config.minibatch // trmrl.WORLD_SIZE // length  # segments at a time
-        # At least one segment, and at most all: they may leave out steps that --minibatch counts.
+        # At least one segment, and at most all: without the remainders of rows there may be fewer
+        # steps than --minibatch.
         size = min(max(1, size), len(order))
         offset = torch.arange(length, device=self.device)
         for segment in order[: len(order) // size * size].split(size):

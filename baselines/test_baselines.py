@@ -296,7 +296,7 @@ def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
     assert 0 < buffer.eta[:, :-1].sum() < R * T
     every, noise = torch.arange(T), torch.randn(R, T, 3)
     rewards, kls = elbo_by_brute_force(agent, buffer, noise)
-    error, kl = agent.negative_elbo(buffer, every, every, noise)
+    error, kl = agent.elbo_losses(buffer, every, every, noise)
     torch.testing.assert_close(-error * R * T * T, rewards, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kl * R * T * T, kls, rtol=1e-4, atol=1e-4)
 
@@ -307,13 +307,13 @@ def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
 
     # In segments, too: only gradients end where a segment begins.
     monkeypatch.setattr(rl2, "MAX_SEGMENT", 11)
-    torch.testing.assert_close(agent.negative_elbo(buffer, every, every, noise), (error, kl))
+    torch.testing.assert_close(agent.elbo_losses(buffer, every, every, noise), (error, kl))
 
     # One belief and one reward at a time, it is the same on average.
     samples = []
     for t in range(T):
         for i in range(T):
-            terms = agent.negative_elbo(buffer, every[[t]], every[[i]], noise[:, [t]])
+            terms = agent.elbo_losses(buffer, every[[t]], every[[i]], noise[:, [t]])
             samples.append(torch.stack(terms).detach())
     torch.testing.assert_close(torch.stack(samples).mean(dim=0), torch.stack([error, kl]))
 
@@ -323,11 +323,11 @@ def test_an_update_draws_past_and_future_rewards_alike(monkeypatch):
     buffer = collect(agent, PointMass(8))
     drawn = []
 
-    def spy(buffer, *args, negative_elbo=agent.negative_elbo):
+    def spy(buffer, *args, elbo_losses=agent.elbo_losses):
         drawn.append(args)
-        return negative_elbo(buffer, *args)
+        return elbo_losses(buffer, *args)
 
-    monkeypatch.setattr(agent, "negative_elbo", spy)
+    monkeypatch.setattr(agent, "elbo_losses", spy)
     agent.update(buffer, adam(agent), torch.Generator().manual_seed(0))
     times, steps, noise = (torch.stack(x) for x in zip(*drawn))
     assert times.unique().tolist() == steps.unique().tolist() == list(range(40))
@@ -346,7 +346,7 @@ def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_
 
     agent.zero_grad()
     steps = torch.arange(40)
-    sum(agent.negative_elbo(buffer, steps, steps, torch.randn(8, 40, 5))).backward()
+    sum(agent.elbo_losses(buffer, steps, steps, torch.randn(8, 40, 5))).backward()
     for name, p in agent.named_parameters():
         assert (p.grad is not None) == name.startswith("vae."), name
 

@@ -44,8 +44,8 @@ from baselines import NOT_FLAGS
 from baselines.rl2 import gru_inputs, segment_sizes
 from trmrl import setting
 
-BELIEFS = 20  # K: beliefs per row that a gradient step decodes
-REWARDS = 20  # J: rewards that each of them predicts
+NUM_BELIEFS = 20  # K: beliefs per row that a gradient step decodes
+NUM_REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
@@ -137,7 +137,8 @@ class VariBAD(trmrl.Agent):
         # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
-        buffer.stored["belief"][:, t] = belief[:, 0].detach()  # PPO's gradient stops here
+        # `collect` acts without gradients; detach says that in any case PPO's gradient stops here.
+        buffer.stored["belief"][:, t] = belief[:, 0].detach()
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
@@ -153,16 +154,16 @@ class VariBAD(trmrl.Agent):
         R, T = buffer.reward.shape
         per_row, length = segment_sizes(T)
         T = per_row * length  # a remainder of the row is left out
-        noise_shape = (R, BELIEFS, self.config.latent_size)
+        noise_shape = (R, NUM_BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
         for _ in range(updates):
             # The full ELBO decodes T x T rewards per row. We draw (with replacement) K of the T
             # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
-            belief_steps = torch.randint(T, (BELIEFS,), generator=generator, device=self.device)
-            reward_steps = torch.randint(T, (REWARDS,), generator=generator, device=self.device)
+            belief_steps = torch.randint(T, (NUM_BELIEFS,), generator=generator, device=self.device)
+            reward_steps = torch.randint(T, (NUM_REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
-            error, kl = self.negative_elbo(buffer, belief_steps, reward_steps, noise)
+            error, kl = self.elbo_losses(buffer, belief_steps, reward_steps, noise)
             # Here only the VAE has gradients, in PPO only the rest: zero_grad sets the others to
             # None, and Adam skips those.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
@@ -173,7 +174,7 @@ class VariBAD(trmrl.Agent):
         metrics["updates"] += updates
         return metrics
 
-    def negative_elbo(self, buffer, belief_steps, reward_steps, noise):
+    def elbo_losses(self, buffer, belief_steps, reward_steps, noise):
         """Reward error and KL divergence.
 
         Their sum estimates -ELBO / (T T), averaged over rows, up to a constant, where
