@@ -410,7 +410,7 @@ def test_gae_is_the_weighted_mean_of_all_n_step_estimates():
     ends = rng.random((5, 40)) < 0.1
     ends[:, -1] = True
     next_value = np.where(ends, end_value, np.roll(value, -1, axis=1))
-    inputs = [torch.tensor(x) for x in (reward, value, next_value, ~ends)]
+    inputs = [torch.tensor(x) for x in (reward, value, next_value, ends)]
     expected = brute_force_gae(reward, value, end_value, ends)
     assert_same(trmrl.gae(*inputs, 0.93, 0.8), expected, "not GAE by its definition")
 

@@ -491,7 +491,7 @@ class Buffer:
         self.value = zeros(R, T)
 
         # Where a PPO trajectory ends (the table of section 6).
-        self.terminated = zeros(R, T, dtype=torch.bool)
+        self.terminated = zeros(R, T, dtype=torch.bool)  # the episode ended by itself, by a fall
         self.trajectory_ends = zeros(R, T, dtype=torch.bool)
         self.end_value = zeros(R, T)  # at those steps: value of the next state, 0 if terminated
 
@@ -645,7 +645,7 @@ def moments(x):
     """Mean and variance over the first axis of x (M, size).
 
     With torchrun these are over all processes. Without it, WORLD_SIZE is 1 and
-    sum_over_processes(x) is x (section 11).
+    sum_over_processes(x), defined in section 11, is x.
     """
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
@@ -738,7 +738,7 @@ class Agent(nn.Module):
 
     def forward(self, buffer, row, t):
         """Mean action (M, A) and value (M,) of step t[m] of row row[m]."""
-        e = self.recall(buffer, row, t)  # of the subclass
+        e = self.recall(buffer, row, t)  # defined by the subclass
         return self.policy_head(e), self.value_head(e).squeeze(-1)
 
     def act(self, buffer, t, sample):
@@ -810,7 +810,8 @@ class TrMRL(Agent):
 #     terminated    ends, V = 0                ends, V = 0
 #     time limit    ends, V = value(s_{t+1})   continues, V = value(first state of the next episode)
 #
-# The end of a row always ends a trajectory: V = 0 if terminated, else value(s_{t+1}).
+# The end of a row always ends a trajectory: V = 0 if terminated, else value(s_{t+1}), which is
+# predicted as if the episode went on, with its memory. V is Buffer.end_value.
 
 
 class Player:
@@ -910,15 +911,14 @@ def collect(agent, envs, tasks, steps, sample, seed):
 # one for the value head.
 
 
-def gae(reward, value, next_value, continues, gamma, lam):
+def gae(reward, value, next_value, ends, gamma, lam):
     """Generalised advantage estimation along the rows; all (R, T).
 
-    `next_value` is the value of the next state; `continues` is false where the next step of the row
-    belongs to another trajectory.
+    `next_value` is the value of the next state; `ends` is true at the last step of a trajectory.
     """
     advantage = reward + gamma * next_value - value  # TD errors
     for t in reversed(range(advantage.shape[1] - 1)):
-        advantage[:, t] += gamma * lam * continues[:, t] * advantage[:, t + 1]
+        advantage[:, t] += gamma * lam * ~ends[:, t] * advantage[:, t + 1]
     return advantage
 
 
@@ -934,7 +934,7 @@ def advantages_and_targets(agent, buffer):
     # one, so what `roll` wraps around (1 2 3 -> 2 3 1) is never used.
     ends = buffer.trajectory_ends
     next_value = torch.where(ends, buffer.end_value, buffer.value.roll(-1, dims=1))
-    advantage = gae(reward, buffer.value, next_value, ~ends, config.gamma, config.gae_lambda)
+    advantage = gae(reward, buffer.value, next_value, ends, config.gamma, config.gae_lambda)
     value_target = advantage + buffer.value
 
     mean, var = moments(advantage.reshape(-1, 1))
@@ -989,7 +989,8 @@ def ppo_update(agent, buffer, optimizer, generator):
             metrics["grad_norm"] = gradient_step(agent, optimizer, loss)
             history.append(metrics)
 
-    # Affects the next batch only: the buffer holds the states of this one already normalised.
+    # Affects the next batch only: the buffer holds the states of this one already normalised (those
+    # of the first batch with mean 0 and variance 1).
     agent.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1140,7 +1141,7 @@ class Run:
         # Save what is really used, not "auto" or 0.
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
-        # The environments of this process, one for each row.
+        # The environments of this process, one for each row: E rows of a task count E times.
         local_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, local_tasks * config.rows_per_task, config.seed, "train")
         # Fail before the folder exists: ML45 refuses numbers of tasks that are no multiple of 45.
@@ -1374,7 +1375,8 @@ def pick_device(name):
 def join_processes(device):
     """Join the other processes, if torchrun started this one."""
     if WORLD_SIZE > 1 and not dist.is_initialized():
-        # Called because it imports the compiler: if Adam does so later, Python may crash on exit.
+        # A workaround for torch 2.13: this imports the compiler. If Adam did so after the processes
+        # have joined, Python might crash on exit.
         torch.compiler.reset()
         # The others wait while process 0 meta-tests, which can take longer than NCCL's default.
         patience = timedelta(hours=2)
@@ -1518,11 +1520,12 @@ def eval_command(args, make_tasks, agent_class):
     envs = make_tasks(config.env, num_tasks, TEST_SEED, split)
     sample = "sample" in args or (envs.sample_at_test and "mean" not in args)
     returns, success = meta_test(agent, envs, episodes, sample)
-    rows = eval_rows(agent, split, sample, returns, success)
     title = f"{agent.name}, {agent.trained_steps:,} steps of {config.env}"
-    print(f"{title}; {num_tasks} {split} tasks, {rows[0]['actions']} actions:")
+    actions = "sampled" if sample else "mean"
+    print(f"{title}; {num_tasks} {split} tasks, {actions} actions:")
     print(results_table(returns, success, envs))
     if "csv" in args:
+        rows = eval_rows(agent, split, sample, returns, success)
         Path(args["csv"]).write_text(csv_text(rows, header=True))
 
 

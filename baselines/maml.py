@@ -360,7 +360,7 @@ def baseline_advantages(phase, beta, gamma, lam):
     # belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
     next_value = torch.where(phase.ends, value, value.roll(-1, dims=1))
     next_value = next_value.masked_fill(phase.terminated, 0.0)
-    return trmrl.gae(phase.reward, value, next_value, ~phase.ends, gamma, lam)
+    return trmrl.gae(phase.reward, value, next_value, phase.ends, gamma, lam)
 
 
 def fit_baseline(phase, gamma):

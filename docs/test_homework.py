@@ -56,7 +56,7 @@ def test_each_submission_gets_its_own_row_whatever_it_does(tmp_path, capsys):
     blanked, todo = homework.blank(ours, "gae"), 'raise NotImplementedError("gae: your turn")'
     submissions = {
         "ada": (ours, "pass"),
-        "bob": (ours.replace("* continues[:, t] *", "*"), "fail"),
+        "bob": (ours.replace("* ~ends[:, t] *", "*"), "fail"),
         "cyd": (blanked.replace(todo, "while 1: pass"), "timeout"),
         "dan": (blanked.replace(todo, "os._exit(0)"), "crash"),
         "eve": (blanked.replace(todo, "raise ("), "fail"),
