@@ -12,8 +12,7 @@ a given KL divergence.
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
 samples while it explores, also in meta-tests with mean actions. The outer gradient treats the
-explored steps as fixed data: it makes an exploring action likelier if that action improves the
-inner step (see surrogate), but not for the sake of later states to which it leads.
+explored steps as fixed data: no action gets credit for later states to which it leads.
 
 Differences from the paper, and some details:
 
@@ -23,7 +22,7 @@ Differences from the paper, and some details:
 - Networks have two layers of 64 tanh units (the paper: 100 ReLU), states are normalised, and gamma
   is the preset's.
 - Advantages are those of GAE, with a baseline fitted to all tasks of the previous batch (see
-  Value baseline). On MetaWorld it extrapolates in time, because test episodes are longer.
+  the value baseline). On MetaWorld it extrapolates in time, because test episodes are longer.
 - The inner step uses probability ratios instead of log-probabilities: their gradient is the same,
   their second derivative is not (see surrogate).
 - TRPO has a larger KL bound and more damping than in the authors' code.
@@ -49,7 +48,6 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-ADAM_SETTINGS = ("lr", "value_lr", "final_lr", "max_grad_norm")
 RIDGE = 1e-3  # of the linear value baseline
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
@@ -65,7 +63,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, *ADAM_SETTINGS, "d_model", "clip", "epochs", "minibatch")
+    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
+    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")  # the settings of Adam
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -79,10 +78,11 @@ class Config(trmrl.Config):
         super().__post_init__()
 
 
-# ---- The two phases of a trial -------------------------------------------------------------------
+# ---- Policy and agent ----------------------------------------------------------------------------
 #
-# Exploring, the first E - 1 episodes, from which the inner step learns; and adapted, the rest, from
-# which the outer step does.
+# A trial has two phases: exploring, the first E - 1 episodes, from which the inner step learns; and
+# adapted, the rest, from which the outer step does. Phase (end of this file) picks the steps of one
+# of them from a buffer and computes their advantages; Samples is what remains for the gradient.
 
 
 class Samples(NamedTuple):
@@ -95,59 +95,25 @@ class Samples(NamedTuple):
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
-    log_prob: torch.Tensor  # (R, C), when the action was taken
+    old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), mean 0 and variance 1 in each row
     step_weight: torch.Tensor  # (R, C), sum 1 in each row
-
-
-class Phase:
-    """Some rows of a buffer, and mask (R, T), which is true at the steps of one phase.
-
-    T may be shorter than the rows of the buffer: `act` has only the steps so far.
-    """
-
-    def __init__(self, buffer, rows, mask):
-        T = mask.shape[1]
-        self.mask = mask
-        self.state = buffer.state[rows, :T]
-        self.action = buffer.action[rows, :T]
-        self.log_prob = buffer.log_prob[rows, :T]
-        self.reward = buffer.reward[rows, :T]
-        self.terminated = buffer.terminated[rows, :T]
-        self.ends = buffer.eta[rows, :T] > 0
-        self.ends[:, -1] = True  # nothing follows the last step, even within an episode
-        # Of the selected steps, (R, 1) each. The mean reward is m of the value baseline below.
-        self.count = mask.sum(dim=1, keepdim=True)
-        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
-
-    def to_samples(self, beta, config):
-        """Samples whose advantages are relative to the value baseline with the weights beta."""
-        step_weight = self.mask / self.count
-        advantage = baseline_advantages(self, beta, config.gamma, config.gae_lambda)
-        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
-        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
-        advantage = advantage / (variance.sqrt() + 1e-8)
-
-        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
-        needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Samples(*(x[:, needed] for x in samples))
-
-
-# ---- Agent ---------------------------------------------------------------------------------------
 
 
 def surrogate(mean, log_std, samples):
     """J of one row: the mean over its steps of Adv pi(a | s) / pi_old(a | s).
 
-        outer gradient    (I + alpha H) g',  g' = grad J_outer(theta'),  H = grad^2 J_inner(theta)
-        at pi = pi_old    H = mean of Adv (grad^2 log pi + grad log pi (grad log pi)^T)
+    The outer gradient needs the Hessian H of the inner J, since d theta' / d theta = I + alpha H:
+
+        outer gradient = (I + alpha H) g',   g' = gradient of the outer J at theta'
+        H = mean of Adv (grad^2 log pi + grad log pi (grad log pi)^T),   at pi = pi_old
 
     Adv log pi has the same gradient there, but its Hessian lacks the last term. That term makes an
     exploring action likelier if its part of the inner step, Adv grad log pi, points along g'
     (Rothfuss et al. 2019).
     """
     log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
-    ratio = (log_prob - samples.log_prob).exp()
+    ratio = (log_prob - samples.old_log_prob).exp()
     return (samples.step_weight * samples.advantage * ratio).sum()
 
 
@@ -327,17 +293,50 @@ def trpo_step(objective, kl, theta, max_kl):
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
-# ---- Value baseline ------------------------------------------------------------------------------
+# ---- Phases and the value baseline ---------------------------------------------------------------
 #
 # Details, which you can skip at first. The value of a state in a phase with mean reward m is
 #
 #     V(s) = m / (1 - gamma) + features(s, time, m) . beta
 #
-# The linear part is as in "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016). The
-# usual code fits it to the 20 or 40 episodes of a task. Fitted to our one or two, it would explain
-# the noise away, so we fit it to all tasks of the last batch. m is a hint of the task: a velocity,
-# say, is worth more in one task than in another. Since m depends on the actions, it biases the
-# gradient slightly.
+# The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
+# m s. The usual code fits them to the 20 or 40 episodes of a task. Fitted to our one or two, they
+# would explain the noise away, so we fit them to all tasks of the last batch. m is a hint of the
+# task: a velocity, say, is worth more in one task than in another. Since m depends on the actions,
+# it biases the gradient slightly.
+
+
+class Phase:
+    """Some rows of a buffer, and mask (R, T), which is true at the steps of one phase.
+
+    T may be shorter than the rows of the buffer: `act` has only the steps so far.
+    """
+
+    def __init__(self, buffer, rows, mask):
+        T = mask.shape[1]
+        self.mask = mask
+        self.state = buffer.state[rows, :T]
+        self.action = buffer.action[rows, :T]
+        self.log_prob = buffer.log_prob[rows, :T]
+        self.reward = buffer.reward[rows, :T]
+        self.terminated = buffer.terminated[rows, :T]
+        self.ends = buffer.eta[rows, :T] > 0
+        self.ends[:, -1] = True  # nothing follows the last step, even within an episode
+        # Of the selected steps, (R, 1) each. The mean reward is m of the value baseline below.
+        self.count = mask.sum(dim=1, keepdim=True)
+        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
+
+    def to_samples(self, beta, config):
+        """The Samples of this phase; advantages are relative to the value baseline beta."""
+        step_weight = self.mask / self.count
+        advantage = baseline_advantages(self, beta, config.gamma, config.gae_lambda)
+        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
+        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
+        needed = self.mask.any(dim=0)  # columns that no row needs are left out
+        return Samples(*(x[:, needed] for x in samples))
 
 
 def baseline_features(phase):

@@ -6,7 +6,8 @@ PEARL describes a task by a latent vector z and infers z from transitions, the c
 turns each transition into a Gaussian factor, and the posterior q(z | c) is the product of all
 factors, whatever their order:
 
-    q(z | c) ~ prod_n N(z; mean_n, var_n),   (mean_n, var_n) = encoder(s_n, a_n, r_n)
+    q(z | c) is proportional to prod_n N(z; mean_n, var_n),
+    where (mean_n, var_n) = encoder(s_n, a_n, r_n)
 
 In the first episode of a task the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far: it adapts from one episode to the next, not within an episode.
@@ -22,9 +23,9 @@ The main differences from the paper (the sizes are in docs/differences.md):
   Here every iteration draws tasks anew, and each trial is treated as a task of its own, even where
   tasks recur: context and RL batch come from one trial. Recent trials are drawn more often.
 - In training, a context is C random transitions (s, a, r), as in the authors' code; theirs come
-  only from episodes with z from the prior. When the agent acts, it is all transitions so far, so
-  the posterior is narrower. In its first episode the agent acts on the prior, on which it is never
-  trained, as in the authors' code.
+  only from episodes with z from the prior. When the agent acts, the context is all transitions so
+  far, so the posterior is narrower. In the first episode z comes from the prior, and the policy is
+  never trained on such z, as in the authors' code.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
 - Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
@@ -115,7 +116,8 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.replay = None  # (K, R, T + 1, S + A + 3), see `remember`
+        # (K, R, T + 1, S + A + 3): observation, action, reward, terminated and timed_out of a step.
+        self.replay = None
         # How many iterations replay.bin holds. The checkpoint has this number, not the replay.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
@@ -289,8 +291,8 @@ class PEARL(trmrl.Agent):
     def remember(self, buffer):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
 
-        A step is S + A + 3 numbers: observation, action, reward, terminated, timed_out. The
-        checkpoint counts the iterations in the file. If a crash of the program left more in it,
+        Memory keeps the last K iterations, the file all of them. The checkpoint counts the
+        iterations in the file. If a crash of the program left more in it,
         they are cut off here.
         """
         timed_out = buffer.eta * ~buffer.terminated

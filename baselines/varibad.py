@@ -13,14 +13,16 @@ belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
+Read rl2.py first: the inputs of the GRU, segments and stored hidden states are the same.
+
 Differences from the authors' code, and some details:
 
 - The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
   segments of at most 50 steps, which start from stored hidden states, as in our RL^2.
 - Rewards are normalised and decoded as Gaussians of variance 1 (the authors: of variance 1/2), and
   the last one of an episode is not decoded.
-- The GRU is smaller and has no embeddings. It has seen s_0 before it gives the first belief, and it
-  is told where episodes end.
+- The networks have other sizes and no embeddings. The GRU has seen s_0 before it gives the first
+  belief, and it is told where episodes end.
 - As in our RL^2, the return of PPO spans the trial, but ends where an episode terminates.
 - The paper also decodes next states where the dynamics differ between tasks. They do in ML45, but
   we decode rewards alone.
@@ -50,7 +52,7 @@ NUM_REWARDS = 20  # J: rewards that each of them predicts
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
 # next.
-PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}
+PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 PRESETS["ml1"] |= dict(episodes_per_trial=2)
 PRESETS["ml45"] |= dict(episodes_per_trial=2)
@@ -137,8 +139,7 @@ class VariBAD(trmrl.Agent):
         # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
-        # `collect` acts without gradients; detach says that in any case PPO's gradient stops here.
-        buffer.stored["belief"][:, t] = belief[:, 0].detach()
+        buffer.stored["belief"][:, t] = belief[:, 0].detach()  # PPO's gradient stops here
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
@@ -149,7 +150,7 @@ class VariBAD(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """PPO, then vae_updates gradient steps of the VAE, each on all rows of the same batch."""
         metrics = super().update(buffer, optimizer, generator)
-        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # without s_T
+        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
 
         R, T = buffer.reward.shape
         per_row, length = segment_sizes(T)
@@ -175,7 +176,7 @@ class VariBAD(trmrl.Agent):
         return metrics
 
     def elbo_losses(self, buffer, belief_steps, reward_steps, noise):
-        """Reward error and KL divergence.
+        """Half the squared error of rewards, and the KL divergence divided by T; both are means.
 
         Their sum estimates -ELBO / (T T), averaged over rows, up to a constant, where
 
@@ -205,7 +206,7 @@ class VariBAD(trmrl.Agent):
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
-        # is cheap, so it is not sampled. ELBO / (T T): mean() divides by T once, / T again.
+        # is cheap, so it is not sampled. Its sum over t is divided by T T: in mean() and by / T.
         prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
