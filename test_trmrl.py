@@ -1732,6 +1732,8 @@ def test_a_finished_run_prints_its_table_and_the_next_two_commands(shell_run, mo
     evaluated = cli("--eval", folder)
     assert evaluated.status == 0
     assert evaluated.out.split("\n", 1)[1].strip("\n") in shell_run.out
+    titles = [f"Meta-test: {split} tasks, mean actions" for split in ("test", "ood")]
+    assert [line for line in lines if line.startswith("Meta-test")] == titles
 
 
 EVALS = ["", "--episodes 3 --eval-tasks 4", "--mean", "--sample"]

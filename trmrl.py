@@ -150,7 +150,7 @@ class Config:
     lr: float = setting("learning", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("learning", 1e-3, "learning rate of the value head", high=1)
     final_lr: float = setting(
-        "learning", 0.05, "final learning rates, as a fraction of the initial ones", high=1
+        "learning", 0.05, "learning rates fall linearly towards this fraction", high=1
     )
     max_grad_norm: float = setting("learning", 0.5, "gradients are clipped to this norm", low=1e-9)
 
@@ -642,11 +642,7 @@ class Transformer(nn.Module):
 
 
 def moments(x):
-    """Mean and variance over the first axis of x (M, size).
-
-    With torchrun these are over all processes. Without it, WORLD_SIZE is 1 and
-    sum_over_processes(x), defined in section 11, is x.
-    """
+    """Mean and variance over the first axis of x (M, size), in all processes (section 11)."""
     n = len(x) * WORLD_SIZE
     mean = sum_over_processes(x.sum(dim=0)) / n
     var = sum_over_processes((x - mean).square().sum(dim=0)) / n
@@ -861,9 +857,9 @@ class Player:
         # After a reset, `act` replaces this state with the first one of the new episode.
         buffer.write_state(t + 1, observation, self.agent.normalizer)
 
-        # Rows whose trajectory ends (the table above) need V: 0 if terminated, or else what the
-        # agent predicts for s_{t+1} as if the episode went on. So we ask it before eta_t is written
-        # and the memory cleared.
+        # Rows whose trajectory ends (the table of this section) need V: 0 if terminated, or else
+        # what the agent predicts for s_{t+1} as if the episode went on. So we ask it, for all rows,
+        # before eta_t is written and the memory cleared.
         row_ends = t == buffer.value.shape[1] - 1
         ends = terminated | (truncated & clear_memory) | row_ends
         buffer.terminated[:, t] = buffer.to_device(terminated)
@@ -990,7 +986,7 @@ def ppo_update(agent, buffer, optimizer, generator):
             history.append(metrics)
 
     # Affects the next batch only: the buffer holds the states of this one already normalised (those
-    # of the first batch with mean 0 and variance 1).
+    # of the first batch are only clamped).
     agent.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
     _, target_var = moments(value_target.reshape(-1, 1))
     _, error_var = moments((value_target - buffer.value).reshape(-1, 1))
@@ -1129,7 +1125,7 @@ VERSION = 2  # format of agent.pt and checkpoint.pt
 
 
 class Run:
-    """The state of a run, and its files."""
+    """The state of a run, and its files. Creating one also joins the other processes, if any."""
 
     saved_fields = ("iteration", "seconds", "cpu_seconds", "test_score", "csv")
 
@@ -1141,7 +1137,7 @@ class Run:
         # Save what is really used, not "auto" or 0.
         config = replace(config, device=str(device), threads=torch.get_num_threads())
 
-        # The environments of this process, one for each row: E rows of a task count E times.
+        # The environments of this process, one per row: a task with E rows needs E of them.
         local_tasks = config.num_tasks // WORLD_SIZE
         self.envs = make_tasks(config.env, local_tasks * config.rows_per_task, config.seed, "train")
         # Fail before the folder exists: ML45 refuses numbers of tasks that are no multiple of 45.
@@ -1165,7 +1161,7 @@ class Run:
         self.seconds = self.cpu_seconds = 0.0
         self.csv = {"progress.csv": "", "eval.csv": ""}  # whole texts; also in the checkpoint
         self.test_score = "-"  # text for the progress line
-        self.test_table = ""
+        self.test_tables = ""
 
     @property
     def finished(self):
@@ -1309,7 +1305,10 @@ def meta_test_splits(run):
             run.add_rows("eval.csv", eval_rows(agent, split, sample, returns, success))
             if split == "test" and sample == default:
                 run.test_score = score_text(returns[:, scored - 1], success[:, scored - 1])
-                run.test_table = results_table(returns, success, envs)
+            if run.finished:
+                actions = "sampled" if sample else "mean"
+                table = results_table(returns, success, envs)
+                run.test_tables += f"\nMeta-test: {split} tasks, {actions} actions\n{table}\n"
 
 
 def print_header(run):
@@ -1347,7 +1346,7 @@ def save_and_report(run, buffer, metrics, speed):
         line = "\r\033[K" + line[: os.get_terminal_size().columns - 1]
     print(line, end="" if live and not run.finished else "\n", flush=True)
     if run.finished:
-        print(f"\nMeta-test:\n{run.test_table}\n\nNext:")
+        print(f"{run.test_tables}\nNext:")
         print(f"    {run.agent.command} --eval {run.folder} --episodes 20")
         print(f"    python plots.py --runs {run.folder}", flush=True)
 
