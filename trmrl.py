@@ -149,9 +149,7 @@ class Config:
     minibatch: int = setting("learning", 200, "environment steps per gradient step", low=2)
     lr: float = setting("learning", None, "learning rate of all but the value head", high=1)
     value_lr: float = setting("learning", 1e-3, "learning rate of the value head", high=1)
-    final_lr: float = setting(
-        "learning", 0.05, "learning rates fall linearly towards this fraction", high=1
-    )
+    final_lr: float = setting("learning", 0.05, "learning rates fall towards this fraction", high=1)
     max_grad_norm: float = setting("learning", 0.5, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
