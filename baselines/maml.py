@@ -228,8 +228,8 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # The value baselines of the next batch. They are fitted to states as normalised until now;
-        # the next batch uses the statistics updated below: a visible error only at the start.
+        # Fit the value baselines of the next batch. Its states will be normalised with the
+        # statistics updated below, these with the old ones: this matters only early in training.
         self.betas[0] = fit_baseline(exploring, config.gamma)
         self.betas[1] = fit_baseline(adapted, config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
@@ -300,10 +300,10 @@ def trpo_step(objective, kl, theta, max_kl):
 #     V(s) = m / (1 - gamma) + features(s, time, m) . beta
 #
 # The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
-# m s. The usual code fits them to the 20 or 40 episodes of a task. Fitted to our one or two, they
-# would explain the noise away, so we fit them to all tasks of the last batch. m is a hint of the
-# task: a velocity, say, is worth more in one task than in another. Since m depends on the actions,
-# it biases the gradient slightly.
+# the product of m and s. The usual code fits beta to the 20 or 40 episodes of a task. Fitted to our
+# one or two, it would explain the noise away, so we fit it to all tasks of the last batch. m is a
+# hint of the task: a velocity, say, is worth more in one task than in another. Since m depends on
+# the actions, it biases the gradient slightly.
 
 
 class Phase:
@@ -322,7 +322,7 @@ class Phase:
         self.terminated = buffer.terminated[rows, :T]
         self.ends = buffer.eta[rows, :T] > 0
         self.ends[:, -1] = True  # nothing follows the last step, even within an episode
-        # Of the selected steps, (R, 1) each. The mean reward is m of the value baseline below.
+        # Of the selected steps, (R, 1) each. mean_reward is m in the comment above.
         self.count = mask.sum(dim=1, keepdim=True)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count
 
