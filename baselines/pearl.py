@@ -2,9 +2,9 @@
 """PEARL: "Efficient Off-Policy Meta-Reinforcement Learning via Probabilistic Context Variables"
 (Rakelly et al. 2019).
 
-PEARL describes a task by a latent vector z and infers z from transitions, the context c. An encoder
-turns each transition into a Gaussian factor, and the posterior q(z | c) is the product of all
-factors, whatever their order:
+PEARL describes a task by a latent vector z and infers z from the transitions seen so far, the
+context c. An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is
+the product of all factors, whatever their order:
 
     q(z | c) is proportional to prod_n N(z; mean_n, var_n),
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
@@ -21,19 +21,19 @@ The main differences from the paper (the sizes are in docs/differences.md):
 
 - The paper revisits a fixed set of tasks (100 half-cheetah velocities), each with data of its own.
   Here every iteration draws tasks anew, and each trial is treated as a task of its own, even where
-  tasks recur: context and RL batch come from one trial. Recent trials are drawn more often.
-- In training, a context is C random transitions (s, a, r), as in the authors' code; theirs come
-  only from episodes with z from the prior. When the agent acts, the context is all transitions so
-  far, so the posterior is narrower. In the first episode z comes from the prior, and the policy is
-  never trained on such z, as in the authors' code.
+  tasks recur: context and RL batch come from one trial. Recent trials, which resemble what the
+  agent will see next, are drawn more often.
+- In training, a context is C random transitions (s, a, r) of the first episodes of a trial (the
+  authors: of episodes with z from the prior). When the agent acts, it is all transitions so far,
+  usually more, so the posterior is narrower than in training.
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
-- Rewards are scaled so that Q is about 1. The errors of Q are then small, so the KL divergence has
-  a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
+- Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
+  has a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
 
-Shapes: M tasks (in trmrl.py M counts steps) with B transitions each and C transitions of context;
-S, A and Z are the sizes of a state, an action and z; an iteration collects R rows of T steps, and
-the replay keeps the last K iterations.
+Shapes: M tasks with B transitions each and C transitions of context; S, A and Z are the sizes of a
+state, an action and z; an iteration collects R rows of T steps, and the replay keeps the last K
+iterations.
 """
 
 import copy
@@ -51,10 +51,10 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
+COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)  # two episodes of context, then a third
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# Off-policy learning needs fewer environment steps (on MetaWorld we keep TrMRL's), but more
-# gradient steps per environment step.
+# Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
+# MetaWorld we keep TrMRL's number of steps.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)
@@ -74,9 +74,11 @@ class Config(trmrl.Config):
     minibatch: int = setting("SAC", 512, "transitions per gradient step, of all tasks", low=2)
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    entropy_weight: float = setting("SAC", 0.1, "alpha, for rewards of root mean square 1")
+    entropy_weight: float = setting(
+        "SAC", 0.1, "weight of the entropy, for rewards of root mean square 1"
+    )
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting("SAC", 0.01, "rate at which the targets follow", low=1e-6, high=1)
+    target_rate: float = setting("SAC", 0.01, "rate of the target Q functions", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
 
     def __post_init__(self):
@@ -109,8 +111,8 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, e_size=S + Z)
-        # Agent builds the heads of PPO. We replace its policy head and delete the rest: SAC has Q
-        # functions instead of a value, and a standard deviation that depends on the state.
+        # SAC has Q functions instead of the value head of PPO, and a standard deviation that
+        # depends on the state.
         del self.value_head, self.log_std
         self.encoder = relu_mlp(S + A + 1, hidden, 2 * Z)
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
@@ -118,24 +120,23 @@ class PEARL(trmrl.Agent):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         # (K, R, T + 1, S + A + 3): observation, action, reward, terminated and timed_out of a step.
         self.replay = None
-        # How many iterations replay.bin holds. The checkpoint has this number, not the replay.
+        # How many iterations replay.bin holds. As a registered buffer it is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
         M, C = reward.shape
-        if C == 0:  # the prior
+        if C == 0:  # the first episode: the prior
             mean = torch.zeros(M, self.config.latent_size, device=self.device)
             return mean, torch.ones_like(mean)
 
-        # Each transition c_n gives a factor N(z; mean_n, var_n).
         scaled_reward = reward / self.reward_stats.root_mean_square
         transition = torch.cat([state, action, scaled_reward.unsqueeze(-1)], dim=-1)
         factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z) each
         factor_var = F.softplus(raw_var) + 1e-6
 
-        # q(z | c) is proportional to the product of the factors (the prior is not one of them):
-        # precisions (1 / var_n) add up, and they weight the means.
+        # In a product of Gaussians, precisions (1 / var_n) add up, and they weight the means. The
+        # prior is not one of the factors.
         precision = 1 / factor_var
         var = 1 / precision.sum(dim=1)
         mean = var * (precision * factor_mean).sum(dim=1)
@@ -146,8 +147,8 @@ class PEARL(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum [log N(u) - log(1 - tanh(u)^2)]. We write 1 - tanh(u)^2 as
-        # 4 / (e^u + e^-u)^2, whose logarithm stays finite: log(e^u + e^-u) = u + softplus(-2 u).
+        # log pi(a) = sum [log N(u) - log slope], where slope = 1 - tanh(u)^2 = 4 / (e^u + e^-u)^2.
+        # Its logarithm stays finite in this form: log(e^u + e^-u) = u + softplus(-2 u).
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -160,7 +161,7 @@ class PEARL(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
-        Its noise is drawn in advance, like that of actions.
+        Its noise is drawn in advance, like Buffer.noise: acting twice gives the same answer twice.
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -170,8 +171,8 @@ class PEARL(trmrl.Agent):
 
     def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
-        # z is constant within an episode. Where one begins, z is drawn, even in a meta-test: from
-        # the posterior given all earlier steps of the trial, or from the prior if there are none.
+        # z is constant within an episode. At its start z is drawn, even in a meta-test with mean
+        # actions: from the posterior given all earlier steps of the trial.
         z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
         begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
         if t > 0:
@@ -189,8 +190,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The statistics of states come first, unlike in PPO: the replay holds raw observations, and
-        # SAC does not compare with what was computed when the agent acted.
+        # Statistics come first (in PPO last): the replay holds raw observations, and SAC compares
+        # with nothing that was computed when the agent acted.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
@@ -202,98 +203,17 @@ class PEARL(trmrl.Agent):
             loss, metrics = self.loss(context, batch, next_batch, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
-            for target, critic in zip(self.targets.parameters(), self.critics.parameters()):
-                target.lerp_(critic.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
+            for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
+                slow.lerp_(fast.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
 
         means = (totals / config.updates).tolist()
         return dict(zip(metrics, means)) | {"updates": config.updates}
 
-    def sample_replay(self, iterations, generator):
-        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
-        config = self.config
-        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
-        B = config.minibatch // M
-        K, R, columns, _ = self.replay.shape
-        T = columns - 1
-        uniform = partial(torch.rand, generator=generator, device=self.device)
-
-        # The square prefers recent trials: half of the draws fall in the most recent quarter.
-        age = (uniform(M, 1).square() * min(iterations, K)).long()
-        slot = (iterations - 1 - age) % K
-        row = (uniform(M, 1) * R).long()
-
-        # A context is C random steps of the first n episodes, 1 <= n <= E - 1 (n = 1 if E is 1),
-        # where an episode counts as T / E steps, even if one ended early.
-        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
-        t_context = (uniform(M, C) * context_episodes * T / E).long()
-        t = (uniform(M, B) * T).long()
-        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
-
-    def unpack(self, steps):
-        """State, action, reward, terminated and timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
-
-    def loss(self, context, batch, next_batch, generator):
-        """The loss of everything that is learned, and metrics (Algorithm 1 of the paper).
-
-        Arguments are steps of the replay, see unpack: context (M, C, ...), batch and, one step
-        later, next_batch (M, B, ...).
-        """
-        state, action, reward, terminated, timed_out = self.unpack(batch)
-        next_state, *_ = self.unpack(next_batch)
-
-        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is
-        # about 1: a constant reward r is worth r / (1 - gamma). alpha is scaled likewise.
-        gamma = self.config.gamma
-        alpha = (1 - gamma) * self.config.entropy_weight
-        r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
-
-        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
-        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
-        z = mean + var.sqrt() * noise_like(mean, generator)
-        z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
-        kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
-
-        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
-        # alone if s' is terminal.
-        with torch.no_grad():
-            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
-            next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
-            y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
-
-        # The critics' error also trains the encoder, through z. At a time limit it is set to 0: the
-        # state after it in the replay is not s', but the first of the next episode. (At the end of
-        # a row it is s', but we treat that alike.)
-        error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
-        critic_loss = error.square().mean(dim=(1, 2)).sum()
-
-        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss must train the
-        # policy alone, so z is detached, and the weights of the critics are constants in it. They
-        # still learn from critic_loss, computed above.
-        z = z.detach()
-        self.critics.requires_grad_(False)
-        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
-        min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
-        policy_loss = (alpha * log_prob - min_q).mean()
-        self.critics.requires_grad_(True)
-
-        loss = critic_loss + policy_loss + self.config.kl_weight * kl
-        metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
-        return loss, {name: x.detach() for name, x in metrics.items()}
-
-    def parameter_groups(self):
-        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        # eps is Adam's default; a Run sets 1e-5, for PPO.
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
-
     def remember(self, buffer):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
 
-        Memory keeps the last K iterations, the file all of them. The checkpoint counts the
-        iterations in the file. If a crash of the program left more in it,
-        they are cut off here.
+        Memory keeps the last K iterations, the file all of them. A checkpoint says how many of the
+        file count. What a stopped run wrote after its last checkpoint is cut off here.
         """
         timed_out = buffer.eta * ~buffer.terminated
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
@@ -303,7 +223,7 @@ class PEARL(trmrl.Agent):
         iterations = int(self.replay_iterations)  # so far
         file = self.folder and self.folder / "replay.bin"  # None if the agent has no run folder
         if self.replay is None:
-            size = min(self.config.replay_size, self.config.total_steps)  # no more is collected
+            size = min(self.config.replay_size, self.config.total_steps)  # no run collects more
             K = math.ceil(size / buffer.reward.numel())
             self.replay = trials.new_zeros(K, *trials.shape)
             if iterations > 0:  # after --resume
@@ -325,6 +245,83 @@ class PEARL(trmrl.Agent):
         for i in range(max(0, iterations - K), iterations):
             saved = np.fromfile(file, np.float32, math.prod(shape), offset=i * nbytes)
             self.replay[i % K] = torch.from_numpy(saved).view(shape)
+
+    def sample_replay(self, iterations, generator):
+        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
+        config = self.config
+        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
+        B = config.minibatch // M
+        K, R, columns, _ = self.replay.shape
+        T = columns - 1
+        uniform = partial(torch.rand, generator=generator, device=self.device)
+
+        # M trials. The square prefers recent ones: half of the draws fall in the most recent
+        # quarter.
+        age = (uniform(M, 1).square() * min(iterations, K)).long()
+        slot = (iterations - 1 - age) % K  # (M, 1)
+        row = (uniform(M, 1) * R).long()  # (M, 1)
+
+        # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
+        # where an episode counts as T / E steps, even if one ended early. The RL batch comes from
+        # the whole trial.
+        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
+        t_context = (uniform(M, C) * context_episodes * T / E).long()
+        t = (uniform(M, B) * T).long()
+        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
+
+    def unpack(self, steps):
+        """State, action, reward, terminated and timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
+
+    def loss(self, context, batch, next_batch, generator):
+        """The loss (Algorithm 1 of the paper) of what sample_replay returns, and metrics."""
+        state, action, reward, terminated, timed_out = self.unpack(batch)  # (M, B, ...) each
+        next_state, *_ = self.unpack(next_batch)
+
+        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
+        # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
+        gamma = self.config.gamma
+        alpha = (1 - gamma) * self.config.entropy_weight
+        r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
+
+        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
+        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
+        z = mean + var.sqrt() * noise_like(mean, generator)
+        z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
+        kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
+
+        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
+        # alone if s' is terminal.
+        with torch.no_grad():
+            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
+            next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
+            y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
+
+        # The critics' error also trains the encoder, through z. At a time limit it is set to 0: the
+        # next state in the replay already belongs to the next episode.
+        error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
+        critic_loss = error.square().mean(dim=(1, 2)).sum()
+
+        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
+        # policy alone: z is detached, and the weights of the critics are constants in it. (Their
+        # gradient from critic_loss is already recorded.)
+        z = z.detach()
+        self.critics.requires_grad_(False)
+        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
+        min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
+        policy_loss = (alpha * log_prob - min_q).mean()
+        self.critics.requires_grad_(True)
+
+        loss = critic_loss + policy_loss + self.config.kl_weight * kl
+        metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
+        return loss, {name: x.detach() for name, x in metrics.items()}
+
+    def parameter_groups(self):
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ so far, updates the belief at every step. A decoder must predict the reward of e
 the trial, past and future, from the transition and a sample z of the belief: this teaches the
 encoder what distinguishes tasks. Encoder and decoder are thus a variational autoencoder (VAE),
 whose prior at each step is the belief of the step before. PPO trains a policy on the state and the
-belief (mean and log-variance), so it can act on its uncertainty. PPO's gradient stops at the
-belief.
+belief (mean and log-variance), so the agent can act on its uncertainty. PPO's gradient
+stops at the belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
@@ -18,20 +18,20 @@ Read rl2.py first: the inputs of the GRU, segments and stored hidden states are 
 Differences from the authors' code, and some details:
 
 - The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
-  segments of at most 50 steps, which start from stored hidden states, as in our RL^2.
+  segments of at most 50 steps, which start from stored hidden states, as in rl2.py.
 - Rewards are normalised and decoded as Gaussians of variance 1 (the authors: of variance 1/2), and
   the last one of an episode is not decoded.
-- The networks have other sizes and no embeddings. The GRU has seen s_0 before it gives the first
-  belief, and it is told where episodes end.
-- As in our RL^2, the return of PPO spans the trial, but ends where an episode terminates.
-- The paper also decodes next states where the dynamics differ between tasks. They do in ML45, but
-  we decode rewards alone.
-- As in RL^2, a final meta-test is longer than a trial of training, and so are, on MetaWorld, the
-  episodes of every meta-test.
+- The networks have other sizes and no embeddings. The GRU sees s_0 before it gives the first
+  belief (theirs does not), and it is told where episodes end.
+- The paper also decodes next states where the dynamics differ between tasks. On ML45 they differ,
+  but we decode rewards alone.
+- As in rl2.py, the return of PPO spans the trial, but ends where an episode terminates, and
+  meta-tests are longer than training: six episodes at the end of a run, and longer ones on
+  MetaWorld.
 
 Shapes: R rows of T steps; K beliefs per row are decoded, each into J rewards; z, the paper's m, has
 size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent knows when it
-acts at step t: s_t, but not a_t and r_t.
+acts at step t: all earlier steps and s_t, but not yet a_t and r_t.
 """
 
 import sys
@@ -50,8 +50,7 @@ NUM_BELIEFS = 20  # K: beliefs per row that a gradient step decodes
 NUM_REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
-# MetaWorld a trial has two episodes, so that the agent learns to carry its belief from one to the
-# next.
+# MetaWorld a trial has two episodes, as in rl2.py.
 PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 PRESETS["ml1"] |= dict(episodes_per_trial=2)
@@ -73,9 +72,9 @@ class Config(trmrl.Config):
 
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
     """KL(N(mean, var) || N(prior_mean, prior_var)) of independent components, (..., Z) -> (...)."""
-    ratio = (log_var - prior_log_var).exp()
+    var_ratio = (log_var - prior_log_var).exp()
     distance = (mean - prior_mean).square() / prior_log_var.exp()
-    return 0.5 * (ratio + distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
+    return 0.5 * (var_ratio + distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
 
 
 class VAE(nn.Module):
@@ -115,12 +114,13 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
+        # Like a state, the belief is normalised for the policy: its scale changes as the VAE learns.
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the encoder's hidden state before step t, as in RL^2.
+        """hidden[:, t] is the encoder's hidden state before step t, belief[:, t] that of tau_{:t}.
 
-        belief[:, t] is what the agent acts on at step t: it knows s_t, but not yet r_t.
+        `act` is also called at t = T: it then writes column T + 1 of hidden and column T of belief.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d, Z = self.config.d_model, self.config.latent_size
@@ -129,28 +129,28 @@ class VariBAD(trmrl.Agent):
         return buffer
 
     def act(self, buffer, t, sample):
-        """Update the belief of every row, then act on it.
-
-        PPO does not run the GRU again, unlike in RL^2: `recall` reads the stored belief.
-        """
+        """Update the belief of every row, then act on it."""
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
         # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
         belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
-        buffer.stored["belief"][:, t] = belief[:, 0].detach()  # PPO's gradient stops here
+        buffer.stored["belief"][:, t] = belief[:, 0].detach()
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
-        """The state and the belief as it was when the agent acted."""
+        """The state and the belief as it was when the agent acted.
+
+        PPO does not run the GRU again, unlike in rl2.py, so its gradient stops at the belief.
+        """
         belief = self.belief_normalizer(buffer.stored["belief"][row, t])
         return torch.cat([buffer.state[row, t], belief], dim=-1)
 
     def update(self, buffer, optimizer, generator):
         """PPO, then vae_updates gradient steps of the VAE, each on all rows of the same batch."""
         metrics = super().update(buffer, optimizer, generator)
-        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))  # not of s_T
+        self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
 
         R, T = buffer.reward.shape
         per_row, length = segment_sizes(T)
@@ -165,27 +165,26 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (NUM_REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.elbo_losses(buffer, belief_steps, reward_steps, noise)
-            # Here only the VAE has gradients, in PPO only the rest: zero_grad sets the others to
-            # None, and Adam skips those.
+            # Adam skips parameters whose gradient is None, as zero_grad leaves it. Here only the
+            # VAE has gradients, in PPO only the rest.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
-        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
+        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))  # kl is / T
         metrics["updates"] += updates
         return metrics
 
     def elbo_losses(self, buffer, belief_steps, reward_steps, noise):
-        """Half the squared error of rewards, and the KL divergence divided by T; both are means.
-
-        Their sum estimates -ELBO / (T T), averaged over rows, up to a constant, where
+        """The two parts of the loss, the error of predicted rewards and the KL divergence.
 
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
-                       - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) },  q(z | tau_{:-1}) = N(0, I)
+                       - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) }
 
-        and t and i run over the T steps of a row. The outer sum is estimated by t in belief_steps
-        (K,), the inner one by i in reward_steps (J,), the expectation by one z per t, from its
-        noise (R, K, Z). The last reward of an episode counts as predicted without error.
+        where q(z | tau_{:-1}) = N(0, I), and t and i run over the T steps of a row. The loss is
+        -ELBO / (T T) up to a constant, averaged over rows, so that sums over steps become means.
+        The error estimates its first term from the beliefs at t in belief_steps (K,), the rewards
+        i in reward_steps (J,) and one z per belief, from its noise (R, K, Z).
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
@@ -196,24 +195,23 @@ class VariBAD(trmrl.Agent):
         z = mean[:, belief_steps] + noise * std  # (R, K, Z)
 
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
-        # out: the state after it is not in the row, since the next episode begins there. (At the
-        # end of a row it is, but we treat that alike.)
+        # out, as if predicted without error: in the row, the next state is of the next episode.
         i = reward_steps
-        parts = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
-        predicted = self.vae.decode(z, torch.cat(parts, dim=-1))  # (R, K, J)
+        transition = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
+        predicted = self.vae.decode(z, torch.cat(transition, dim=-1))  # (R, K, J)
         reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J), normalised
         not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
-        # is cheap, so it is not sampled. Its sum over t is divided by T T: in mean() and by / T.
+        # is cheap, so it takes all t: mean() divides the sum by T, and / T once more.
         prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
         return error, kl
 
     def encode_trials(self, buffer):
-        """The beliefs of all steps, (R, T, 2 Z); T is without the remainder of the row.
+        """The beliefs of all steps, (R, T, 2 Z), where T counts whole segments only.
 
         As in RL^2 the gradient flows back through segments, from the stored hidden states. These
         come from the encoder that acted, not from the present one, so the first belief of a segment
