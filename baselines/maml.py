@@ -2,19 +2,20 @@
 """MAML: "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (Finn et al. 2017).
 
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. A
-trial has two phases. In the first, exploring, the agent acts with theta for E - 1 episodes. It then
-takes the inner step on what it has seen and acts with theta' from then on, adapted:
+trial has two phases. In the first, exploring, the agent acts with theta for E - 1 episodes. In the
+second, adapted, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J(theta),    J: how well a policy does (see MAML.J)
 
-Meta-training maximises what theta' earns, so the outer gradient passes through the inner step: MAML
-needs second derivatives. TRPO chooses the outer step: roughly the best one for which the KL
-divergence between old and new adapted policies, averaged over tasks, stays within a bound.
+Meta-training maximises J(theta') on the second phase, so the outer gradient passes through the
+inner step: MAML needs second derivatives. TRPO chooses the outer step: roughly the best one for
+which the KL divergence between old and new adapted policies, averaged over tasks, stays within a
+bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, even in a meta-test with mean actions.
+samples while it explores, even in a meta-test that otherwise takes mean actions.
 
 Differences from Finn et al.:
 
@@ -23,12 +24,13 @@ Differences from Finn et al.:
 - Networks have two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
   to each task (see the last section).
-- J uses probability ratios instead of log-probabilities (see MAML.J).
+- J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
 - TRPO has a larger KL bound and more damping than in their code.
 - A meta-test takes one inner step, not several.
 
-Shapes: R rows of T steps, each row a trial of one task; S and A, the sizes of a state and an
-action; P weights of the policy, log_std included, as one vector; D features of the value baseline.
+Shapes: R rows of T steps, each row a trial of one task, of which a phase covers C columns; S and A,
+the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
+D features of the value baseline.
 """
 
 import sys
@@ -39,7 +41,7 @@ import torch
 from torch import nn
 
 # grad(f)(x) is the gradient of f at x; vmap(f) applies f to each row; functional_call runs a module
-# with other weights; vjp(f, x) returns f(x) and a function v -> v . (df / dx).
+# with other weights; vjp(f, x) returns f(x) and a function v -> (v . df/dx,), a tuple of one.
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
@@ -52,9 +54,9 @@ CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # of TRPO (see trpo_step)
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-# TRPO, not Adam, changes the weights, so lr is 0. On the half-cheetah, the policy gradient is
-# noisy, so we take more environment steps than TrMRL and explore more; the value baseline is crude,
-# so lambda is higher.
+# TRPO, not Adam, changes the weights; lr = 0 says so in progress.csv. On the half-cheetah, the
+# policy gradient is noisy, so we take more environment steps than TrMRL and explore more; the value
+# baseline is crude, so lambda is higher.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -63,8 +65,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
-    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")  # the settings of Adam
+    adam_settings = ("lr", "value_lr", "final_lr", "max_grad_norm")
+    not_flags = (*NOT_FLAGS, *adam_settings, "d_model", "clip", "epochs", "minibatch")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -74,17 +76,18 @@ class Config(trmrl.Config):
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
+            # `update` would not average over processes.
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         super().__post_init__()
 
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# The inner step learns from Samples of the exploring phase, the outer step from those of the
-# adapted phase. The last section makes them; take that on trust for now.
+# The inner step learns from the experience of the exploring phase, the outer step from that of the
+# adapted phase. `Phase(buffer, rows, mask).to_experience(...)` makes it; see the last section.
 
 
-class Samples(NamedTuple):
+class Experience(NamedTuple):
     """The steps of one phase of R rows, as a policy gradient needs them.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
@@ -95,7 +98,7 @@ class Samples(NamedTuple):
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C); in each row of mean 0 and variance 1, weighted by step_weight
+    advantage: torch.Tensor  # (R, C), standardised over the steps of each row
     step_weight: torch.Tensor  # (R, C), sum 1 in each row
 
 
@@ -109,10 +112,10 @@ class MAML(trmrl.Agent):
     def __init__(self, config, sizes):
         S = sizes[0]
         super().__init__(config, sizes, e_size=S)
+        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        # A value baseline, which is linear in its features, takes the place of the value head.
-        self.value_head = nn.Identity()
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # its weights, (phases, D)
+        self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # of the baseline, (phases, D)
 
     @property
     def theta(self):
@@ -127,30 +130,31 @@ class MAML(trmrl.Agent):
         named_weights = {name: part.view_as(p) for (name, p), part in pairs}
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
-    def J(self, weights, samples):
-        """How well a policy does on one row: its mean of advantage * pi(a | s) / pi_old(a | s).
+    def J(self, weights, experience):
+        """How well a policy does on one row: the mean of advantage * pi(a | s) / pi_old(a | s).
 
         The outer gradient needs the second derivative of the inner J:
 
             outer gradient = (I + alpha grad^2 J) g',   g' = gradient of the outer J at theta'
             grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old
 
-        The mean of advantage * log pi, as Finn et al. have it, has the same gradient at pi_old, but
-        its second derivative lacks the last term. That term credits an exploring action for its own
-        part of the inner step, advantage * grad log pi: it makes the action likelier if that part
-        points along g'. The action gets no credit for the parts of the later actions to which it
-        leads (Rothfuss et al. 2019).
+        The mean of advantage * log pi, which Finn et al. take in the inner step, has the same
+        gradient at pi_old, but its second derivative lacks the last term. By that term, exploring
+        actions get credit for what the inner step makes of them: an action becomes likelier if its
+        own part of the step, advantage * grad log pi, points along g'. Credit for the parts of
+        later actions is left out, as it is noisy. This is the J of ProMP (Rothfuss et al. 2019).
         """
-        mean, log_std = self.policy(weights, samples.state)
-        log_prob = trmrl.gaussian_log_prob(mean, log_std, samples.action)
-        ratio = (log_prob - samples.old_log_prob).exp()
-        return (samples.step_weight * samples.advantage * ratio).sum()
+        mean, log_std = self.policy(weights, experience.state)
+        log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
+        ratio = (log_prob - experience.old_log_prob).exp()
+        return (experience.step_weight * experience.advantage * ratio).sum()
 
-    def adapt(self, theta, samples):
+    def adapt(self, theta, experience):
         """The inner step of all rows at once, theta' (R, P). It adapts log_std, too."""
-        # theta is shared (None), the samples are split by row (0). This grad works even where
+        # theta is shared (None), the experience is split by row (0). This grad works even where
         # gradients are switched off, as when the agent acts.
-        return theta + self.config.inner_lr * vmap(grad(self.J), in_dims=(None, 0))(theta, samples)
+        gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
+        return theta + self.config.inner_lr * gradient
 
     def new_buffer(self, rows, steps, generator):
         buffer = super().new_buffer(rows, steps, generator)
@@ -159,64 +163,65 @@ class MAML(trmrl.Agent):
 
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
-        num_exploring = self.config.episodes_per_trial - 1
         done = buffer.eta[:, :t] > 0  # (R, t)
         episode = done.sum(dim=1)  # (R,)
 
         # The inner step of the rows whose last exploring episode ended with the previous step. All
-        # their steps so far are exploring ones. (any: at t = 0 there is no previous step.)
-        adapts_now = (episode == num_exploring) & done[:, -1:].any(dim=1)
-        if adapts_now.any():
-            exploring = Phase(buffer, adapts_now, mask=torch.ones_like(done[adapts_now]))
-            samples = exploring.to_samples(self.betas[EXPLORING], self.config)
-            buffer.stored["weights"][adapts_now] = self.adapt(self.theta, samples)
+        # their steps so far are exploring ones.
+        just_ended = done[:, -1:].any(dim=1)  # a slice, because at t = 0 there is no column
+        ready = just_ended & (episode == self.num_exploring)
+        if ready.any():
+            exploring_phase = Phase(buffer, ready, mask=torch.ones_like(done[ready]))
+            experience = exploring_phase.to_experience(self.betas[EXPLORING], self.config)
+            buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        noisy = (episode < num_exploring) | sample
+        noisy = (episode < self.num_exploring) | sample
         action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
         """One outer step, by TRPO; the optimizer and the generator are not used.
 
-        maximise  J(theta'), averaged over tasks, where theta' depends on theta
+        maximise  J(theta') on the adapted phase, averaged over tasks; theta' depends on theta
         within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
         """
         config = self.config
-        num_exploring = config.episodes_per_trial - 1
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        exploring = Phase(buffer, slice(None), mask=episode < num_exploring)  # of all rows
-        adapted = Phase(buffer, slice(None), mask=episode >= num_exploring)
-        exploring_samples = exploring.to_samples(self.betas[EXPLORING], config)
-        adapted_samples = adapted.to_samples(self.betas[ADAPTED], config)
+        explores = episode < self.num_exploring
+        exploring_phase = Phase(buffer, slice(None), mask=explores)  # slice(None): all rows
+        adapted_phase = Phase(buffer, slice(None), mask=~explores)
+        inner_experience = exploring_phase.to_experience(self.betas[EXPLORING], config)
+        outer_experience = adapted_phase.to_experience(self.betas[ADAPTED], config)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
-        def adapt(theta):
-            return self.adapt(theta, exploring_samples)
+        def theta_prime(theta):
+            return self.adapt(theta, inner_experience)
 
         def policies(weights):
             """Mean (R, C, A) and log_std (R, A) of the weights (R, P)."""
-            return vmap(self.policy)(weights, adapted_samples.state)
+            return vmap(self.policy)(weights, outer_experience.state)
 
-        old_policies = policies(adapt(self.theta))
+        old_policies = policies(theta_prime(self.theta))
+        step_weight = outer_experience.step_weight
 
         def objective(theta):
-            return vmap(self.J)(adapt(theta), adapted_samples).mean()
+            return vmap(self.J)(theta_prime(theta), outer_experience).mean()
 
         def kl(theta):
-            new_policies = policies(adapt(theta))
-            return vmap(kl_divergence)(*old_policies, *new_policies, adapted_samples).mean()
+            new_policies = policies(theta_prime(theta))
+            return vmap(kl_divergence)(*old_policies, *new_policies, step_weight).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines that the next batch uses. Its states will be normalised with the
-        # statistics updated below, this fit with older ones: they differ only early in training.
-        self.betas[EXPLORING] = exploring.fit_baseline(config.gamma)
-        self.betas[ADAPTED] = adapted.fit_baseline(config.gamma)
+        # Fit the value baselines for the next batch and meta-test. The normaliser is updated only
+        # afterwards, which makes a difference only early in training.
+        self.betas[EXPLORING] = exploring_phase.fit_baseline(config.gamma)
+        self.betas[ADAPTED] = adapted_phase.fit_baseline(config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
@@ -231,15 +236,15 @@ class MAML(trmrl.Agent):
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 
-def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, samples):
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
     """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
     numerator = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * numerator / (2 * new_log_std).exp() - 0.5
-    return (samples.step_weight * kl.sum(dim=-1)).sum()
+    return (step_weight * kl.sum(dim=-1)).sum()
 
 
 def conjugate_gradients(product, b):
-    """Solve H x = b for x, where product(v) is H v."""
+    """Solve H x = b for x, where product(v) is H v. (1e-20: in case a residual is exactly zero.)"""
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         H_direction = product(direction)
@@ -256,11 +261,12 @@ def trpo_step(objective, kl, theta, max_kl):
 
     A small step x raises the objective by about g.x and the KL divergence by x.Hx / 2, where g is
     the gradient of the former and H the Hessian of the latter. Within the bound the best x is
-    sqrt(2 max_kl / g.H^-1 g) H^-1 g. H is too large to be written down, but conjugate gradients
-    need only its products with vectors. We add DAMPING to its diagonal: H is estimated from few
-    steps and nearly flat in many directions, and x would go far in these.
+    sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products with vectors;
+    conjugate gradients need only a few. We add DAMPING to the diagonal of H: it is estimated from
+    few steps and nearly zero along many directions, in which x would go far.
     """
     g = grad(objective)(theta)
+    # Without this check, the line search would keep theta and say nothing.
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
     _, hessian_product = vjp(grad(kl), theta)  # v -> v.H, which is H v: H is symmetric
@@ -273,9 +279,9 @@ def trpo_step(objective, kl, theta, max_kl):
     for fraction in STEP_FRACTIONS:
         candidate = theta + fraction * step
         gain = (objective(candidate) - before).item()
-        distance = kl(candidate).item()
-        if gain > 0 and distance <= max_kl:
-            return candidate, {"gain": gain, "kl": distance, "step_fraction": fraction}
+        divergence = kl(candidate).item()
+        if gain > 0 and divergence <= max_kl:
+            return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
@@ -304,14 +310,14 @@ class Phase:
         self.log_prob = buffer.log_prob[rows, :T]
         self.reward = buffer.reward[rows, :T]
         self.terminated = buffer.terminated[rows, :T]
-        # Unlike in Buffer.trajectory_ends, each episode is a trajectory of its own. Nothing follows
-        # the last step, even within an episode.
+        # Unlike in Buffer.trajectory_ends, each episode is a trajectory of its own. The last step
+        # counts as an end even if its episode goes on.
         self.ends = buffer.eta[rows, :T] > 0
         self.ends[:, -1] = True
         self.count = mask.sum(dim=1, keepdim=True)  # steps of the phase, (R, 1)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # m, (R, 1)
 
-    def to_samples(self, beta, config):
+    def to_experience(self, beta, config):
         """Advantages are relative to the value baseline whose weights are beta (D,)."""
         step_weight = self.mask / self.count
         advantage = self.advantages(beta, config.gamma, config.gae_lambda)
@@ -319,9 +325,9 @@ class Phase:
         variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
 
-        samples = Samples(self.state, self.action, self.log_prob, advantage, step_weight)
+        experience = Experience(self.state, self.action, self.log_prob, advantage, step_weight)
         needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Samples(*(x[:, needed] for x in samples))
+        return Experience(*(x[:, needed] for x in experience))
 
     def features(self):
         """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""

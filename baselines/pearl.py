@@ -9,7 +9,7 @@ the product of all factors, whatever their order:
     q(z | c) is proportional to prod_n N(z; mean_n, var_n),
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
 
-In the first episode of a task the agent draws z from the prior N(0, I), in each later one from the
+In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far: it adapts from one episode to the next, not within an episode.
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z) from a replay of
 past trials. The error of the Q functions also trains the encoder, and a KL divergence keeps the
@@ -57,7 +57,7 @@ PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # MetaWorld we keep TrMRL's number of steps.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
-PRESETS["ml45"] |= dict(num_tasks=45)
+PRESETS["ml45"] |= dict(num_tasks=45)  # each class once
 
 
 @dataclass
@@ -65,6 +65,7 @@ class Config(trmrl.Config):
     presets = PRESETS
     not_flags = (*NOT_FLAGS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
 
+    lr: float = setting("SAC", None, "learning rate", high=1)
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
     latent_size: int = setting("agent", 5, "size of z", low=1)
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
@@ -106,7 +107,7 @@ class PEARL(trmrl.Agent):
     scored_episode = 3  # whatever E is: its z comes from two episodes, as in the paper
 
     def __init__(self, config, sizes):
-        if config.minibatch % config.meta_batch:
+        if config.minibatch % config.meta_batch:  # by now, a Run has checked that both are positive
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
@@ -118,13 +119,17 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        # (K, R, T + 1, S + A + 3): observation, action, reward, terminated and timed_out of a step.
+        # Filled by `remember`, (K, R, T + 1, S + A + 3): the observation, action, reward,
+        # terminated and timed_out of each step.
         self.replay = None
-        # How many iterations replay.bin holds. As a registered buffer it is in the checkpoint.
+        # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
-        """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...)."""
+        """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...).
+
+        When acting, the M tasks are the rows in which an episode begins.
+        """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
             mean = torch.zeros(M, self.config.latent_size, device=self.device)
@@ -161,7 +166,8 @@ class PEARL(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
-        Its noise is drawn in advance, like Buffer.noise: acting twice gives the same answer twice.
+        Noise is drawn in advance, like Buffer.noise, for every t, as episodes may begin at any t:
+        acting twice gives the same answer twice.
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -190,8 +196,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # Statistics come first (in PPO last): the replay holds raw observations, and SAC compares
-        # with nothing that was computed when the agent acted.
+        # The normaliser is updated first (in PPO last): the replay holds raw observations, and SAC
+        # compares with nothing that was computed when the agent acted.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
@@ -212,8 +218,9 @@ class PEARL(trmrl.Agent):
     def remember(self, buffer):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
 
-        Memory keeps the last K iterations, the file all of them. A checkpoint says how many of the
-        file count. What a stopped run wrote after its last checkpoint is cut off here.
+        Memory keeps the last K iterations, the file all of them. The checkpoint says how many of
+        the file's iterations are valid; what a run wrote between its last checkpoint and a crash
+        is cut off here.
         """
         timed_out = buffer.eta * ~buffer.terminated
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
@@ -299,14 +306,14 @@ class PEARL(trmrl.Agent):
             next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
-        # The critics' error also trains the encoder, through z. At a time limit it is set to 0: the
-        # next state in the replay already belongs to the next episode.
+        # The critics' error also trains the encoder, through z. Steps at a time limit are left out
+        # (error 0), because the next state in the replay usually belongs to the next episode.
         error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. (Their
-        # gradient from critic_loss is already recorded.)
+        # policy alone: z is detached, and the weights of the critics are constants in it. (That
+        # changes nothing for critic_loss, whose graph is already recorded.)
         z = z.detach()
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z, noise_like(action, generator))

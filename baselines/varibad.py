@@ -19,21 +19,21 @@ Differences from the authors' code, and some details:
 
 - The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
   segments of at most 50 steps, which start from stored hidden states, as in rl2.py.
-- Rewards are normalised and decoded as Gaussians of variance 1 (the authors: of variance 1/2), and
-  the last one of an episode is not decoded.
+- The decoder predicts normalised rewards (the GRU reads raw ones), as Gaussians of variance 1 (the
+  authors: of variance 1/2), but not the last one of an episode.
 - The networks have other sizes and no embeddings. The GRU sees s_0 before it gives the first
   belief (theirs does not), and it is told where episodes end.
 - The paper also decodes next states where the dynamics differ between tasks. On ML45 they differ,
   but we decode rewards alone.
-- As in rl2.py, the return of PPO spans the trial, but ends where an episode terminates, and
-  meta-tests are longer than training: six episodes at the end of a run, and longer ones on
-  MetaWorld.
+- As in rl2.py, PPO's returns span the trial but end where an episode terminates, and meta-tests
+  are longer than training.
 
 Shapes: R rows of T steps; K beliefs per row are decoded, each into J rewards; z, the paper's m, has
 size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent knows when it
 acts at step t: all earlier steps and s_t, but not yet a_t and r_t.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 
@@ -64,6 +64,7 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
+    lr: float = setting("learning", None, "learning rate of the policy", high=1)
     # The inherited max_grad_norm applies to the VAE, too.
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
@@ -73,8 +74,8 @@ class Config(trmrl.Config):
 def kl_divergence(mean, log_var, prior_mean, prior_log_var):
     """KL(N(mean, var) || N(prior_mean, prior_var)) of independent components, (..., Z) -> (...)."""
     var_ratio = (log_var - prior_log_var).exp()
-    distance = (mean - prior_mean).square() / prior_log_var.exp()
-    return 0.5 * (var_ratio + distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
+    scaled_distance = (mean - prior_mean).square() / prior_log_var.exp()
+    return 0.5 * (var_ratio + scaled_distance - 1 - (log_var - prior_log_var)).sum(dim=-1)
 
 
 class VAE(nn.Module):
@@ -114,7 +115,7 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
-        # Like a state, the belief is normalised for the policy: its scale changes as the VAE learns.
+        # Normalised like a state for the policy, because its scale changes as the VAE learns.
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
@@ -133,10 +134,11 @@ class VariBAD(trmrl.Agent):
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
-        # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
-        belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
+        with torch.no_grad():  # the policy takes the belief as given
+            # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
+            belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
-        buffer.stored["belief"][:, t] = belief[:, 0].detach()
+        buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
@@ -150,11 +152,11 @@ class VariBAD(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """PPO, then vae_updates gradient steps of the VAE, each on all rows of the same batch."""
         metrics = super().update(buffer, optimizer, generator)
+        # Only now: PPO must see the beliefs normalised as they were when the agent acted.
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
 
         R, T = buffer.reward.shape
-        per_row, length = segment_sizes(T)
-        T = per_row * length  # a remainder of the row is left out
+        T = math.prod(segment_sizes(T))  # a remainder of the row is left out
         noise_shape = (R, NUM_BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
@@ -165,13 +167,14 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (NUM_REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.elbo_losses(buffer, belief_steps, reward_steps, noise)
-            # Adam skips parameters whose gradient is None, as zero_grad leaves it. Here only the
-            # VAE has gradients, in PPO only the rest.
+            # gradient_step first clears all gradients, and Adam skips parameters without one. So
+            # this loss changes only the VAE, and PPO's only the rest.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
-        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))  # kl is / T
+        # The metric kl is that of the loss: the mean over steps, divided by T.
+        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
         metrics["updates"] += updates
         return metrics
 
@@ -181,8 +184,9 @@ class VariBAD(trmrl.Agent):
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) }
 
-        where q(z | tau_{:-1}) = N(0, I), and t and i run over the T steps of a row. The loss is
-        -ELBO / (T T) up to a constant, averaged over rows, so that sums over steps become means.
+        where t and i run over the T steps of a row, and the prior of t = 0 is N(0, I). The loss is
+        -ELBO / (T T) up to a constant, averaged over rows: the double sum over rewards becomes a
+        mean, the sum over KL divergences a mean divided by T.
         The error estimates its first term from the beliefs at t in belief_steps (K,), the rewards
         i in reward_steps (J,) and one z per belief, from its noise (R, K, Z).
         """
@@ -194,8 +198,8 @@ class VariBAD(trmrl.Agent):
         std = (0.5 * log_var[:, belief_steps]).exp()
         z = mean[:, belief_steps] + noise * std  # (R, K, Z)
 
-        # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode is left
-        # out, as if predicted without error: in the row, the next state is of the next episode.
+        # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode has
+        # weight 0, because the next state in the row usually belongs to the next episode.
         i = reward_steps
         transition = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
         predicted = self.vae.decode(z, torch.cat(transition, dim=-1))  # (R, K, J)
@@ -204,7 +208,7 @@ class VariBAD(trmrl.Agent):
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
-        # is cheap, so it takes all t: mean() divides the sum by T, and / T once more.
+        # is cheap, so it takes all t.
         prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
@@ -224,14 +228,15 @@ class VariBAD(trmrl.Agent):
         t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
         hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
-        hidden = hidden.contiguous()  # for cuDNN; with R = 1 reshape may return a strided view
+        hidden = hidden.contiguous()  # for cuDNN; reshape may return a strided view
         belief, _ = self.vae.encode(x, hidden)
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
-        """Policy, value head and VAE, each with its learning rate; the VAE has Adam's usual eps."""
+        """Policy, value head and VAE, each with its learning rate."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
         return [policy, value, vae]
 
