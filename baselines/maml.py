@@ -5,32 +5,35 @@ MAML learns initial weights theta from which one step of policy gradient adapts 
 trial has two phases. In the first, exploring, the agent acts with theta for E - 1 episodes. In the
 second, adapted, it acts with theta', the result of one inner step on what it has seen:
 
-    theta' = theta + alpha grad J(theta),    J: how well a policy does (see MAML.J)
+    theta' = theta + alpha grad J(theta)
 
-Meta-training maximises J(theta') on the second phase, so the outer gradient passes through the
+J tells how well a policy does (see MAML.J), here in the first phase; alpha is --inner-lr.
+Meta-training maximises J(theta') in the second phase, so the outer gradient passes through the
 inner step: MAML needs second derivatives. TRPO chooses the outer step: roughly the best one for
 which the KL divergence between old and new adapted policies, averaged over tasks, stays within a
 bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
-The policy has no memory. The inner step learns from the randomness of the actions, so the agent
-samples while it explores, even in a meta-test that otherwise takes mean actions.
+The policy has no memory. The inner step compares actions that differ by chance, so the agent
+samples while it explores, even in a meta-test that otherwise takes mean actions. With as few
+episodes as we take, it adapts little: see docs/results.md.
 
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one.
   We have E - 1 (two by default) and one; if the ant falls early, more adapted ones fill the row.
+  They have 40 tasks per iteration, we have 20.
 - Networks have two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
   to each task (see the last section).
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
 - TRPO has a larger KL bound and more damping than in their code.
-- A meta-test takes one inner step, not several.
+- A meta-test takes one inner step, not several; all later episodes keep theta'.
 
-Shapes: R rows of T steps, each row a trial of one task, of which a phase covers C columns; S and A,
-the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
-D features of the value baseline.
+Shapes: R rows of T steps, each row the episodes of one task; C columns are kept for a phase (see
+Experience); S and A, the sizes of a state and an action; P weights of the policy, log_std included,
+as one vector; D features of the value baseline.
 """
 
 import sys
@@ -54,9 +57,9 @@ CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # of TRPO (see trpo_step)
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-# TRPO, not Adam, changes the weights; lr = 0 says so in progress.csv. On the half-cheetah, the
-# policy gradient is noisy, so we take more environment steps than TrMRL and explore more; the value
-# baseline is crude, so lambda is higher.
+# Two exploring episodes and an adapted one. TRPO, not Adam, changes the weights; lr = 0 says so in
+# progress.csv. On the half-cheetah, the policy gradient is noisy, so we take more environment steps
+# than TrMRL and explore more; the value baseline is crude, so lambda is higher.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -65,8 +68,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    adam_settings = ("lr", "value_lr", "final_lr", "max_grad_norm")
-    not_flags = (*NOT_FLAGS, *adam_settings, "d_model", "clip", "epochs", "minibatch")
+    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch", "max_grad_norm")
+    not_flags += ("lr", "value_lr", "final_lr")  # of Adam
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -83,12 +86,12 @@ class Config(trmrl.Config):
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# The inner step learns from the experience of the exploring phase, the outer step from that of the
-# adapted phase. `Phase(buffer, rows, mask).to_experience(...)` makes it; see the last section.
+# Each phase of a batch becomes an Experience, which is all that a policy gradient needs of it. The
+# last section makes it from the buffer: `Phase(buffer, rows, mask).to_experience(beta, config)`.
 
 
 class Experience(NamedTuple):
-    """The steps of one phase of R rows, as a policy gradient needs them.
+    """The steps of one phase of R rows.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
     early. We keep the C <= T columns that at least one row uses; where a row does not use one of
@@ -135,14 +138,15 @@ class MAML(trmrl.Agent):
 
         The outer gradient needs the second derivative of the inner J:
 
-            outer gradient = (I + alpha grad^2 J) g',   g' = gradient of the outer J at theta'
-            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old
+            outer gradient = (I + alpha grad^2 J(theta)) g',    g' = grad of the outer J at theta'
+            grad^2 J(theta) = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T),
 
-        The mean of advantage * log pi, which Finn et al. take in the inner step, has the same
-        gradient at pi_old, but its second derivative lacks the last term. By that term, exploring
-        actions get credit for what the inner step makes of them: an action becomes likelier if its
-        own part of the step, advantage * grad log pi, points along g'. Credit for the parts of
-        later actions is left out, as it is noisy. This is the J of ProMP (Rothfuss et al. 2019).
+        as pi = pi_old at theta. The mean of advantage * log pi, which Finn et al. take in the inner
+        step, has the same gradient there, but its second derivative lacks the last term. By that
+        term, exploring actions get credit for what the inner step makes of them: an action becomes
+        likelier if its own part of the step, advantage * grad log pi, points along g'. Credit for
+        the parts of other actions, earlier or later, is left out, as it is noisy. This is the J of
+        ProMP (Rothfuss et al. 2019).
         """
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
@@ -168,7 +172,7 @@ class MAML(trmrl.Agent):
 
         # The inner step of the rows whose last exploring episode ended with the previous step. All
         # their steps so far are exploring ones.
-        just_ended = done[:, -1:].any(dim=1)  # a slice, because at t = 0 there is no column
+        just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
             exploring_phase = Phase(buffer, ready, mask=torch.ones_like(done[ready]))
@@ -177,15 +181,18 @@ class MAML(trmrl.Agent):
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        noisy = (episode < self.num_exploring) | sample
-        action = mean + log_std.exp() * buffer.noise[:, t] * noisy[:, None]
+        explores = episode < self.num_exploring
+        noise = buffer.noise[:, t] * (explores | sample)[:, None]
+        action = mean + log_std.exp() * noise
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
     def update(self, buffer, optimizer, generator):
         """One outer step, by TRPO; the optimizer and the generator are not used.
 
-        maximise  J(theta') on the adapted phase, averaged over tasks; theta' depends on theta
+        maximise  J(theta') in the adapted phase, averaged over tasks
         within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
+
+        as functions of theta; the experience is given.
         """
         config = self.config
         done = buffer.eta.long()
@@ -193,23 +200,23 @@ class MAML(trmrl.Agent):
         explores = episode < self.num_exploring
         exploring_phase = Phase(buffer, slice(None), mask=explores)  # slice(None): all rows
         adapted_phase = Phase(buffer, slice(None), mask=~explores)
-        inner_experience = exploring_phase.to_experience(self.betas[EXPLORING], config)
-        outer_experience = adapted_phase.to_experience(self.betas[ADAPTED], config)
+        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING], config)
+        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED], config)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
         def theta_prime(theta):
-            return self.adapt(theta, inner_experience)
+            return self.adapt(theta, exploring_experience)
 
         def policies(weights):
             """Mean (R, C, A) and log_std (R, A) of the weights (R, P)."""
-            return vmap(self.policy)(weights, outer_experience.state)
+            return vmap(self.policy)(weights, adapted_experience.state)
 
         old_policies = policies(theta_prime(self.theta))
-        step_weight = outer_experience.step_weight
+        step_weight = adapted_experience.step_weight
 
         def objective(theta):
-            return vmap(self.J)(theta_prime(theta), outer_experience).mean()
+            return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
 
         def kl(theta):
             new_policies = policies(theta_prime(theta))
@@ -218,8 +225,9 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. The normaliser is updated only
-        # afterwards, which makes a difference only early in training.
+        # Fit the value baselines for the next batch and meta-test. They are fitted to states that
+        # are normalised with the old statistics and used with the new ones: they differ little,
+        # except early in training.
         self.betas[EXPLORING] = exploring_phase.fit_baseline(config.gamma)
         self.betas[ADAPTED] = adapted_phase.fit_baseline(config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
@@ -227,7 +235,7 @@ class MAML(trmrl.Agent):
         returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
-            "return_after": returns[:, -1].mean(),  # of the first adapted one
+            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
             "updates": 1,
         }
@@ -237,22 +245,22 @@ class MAML(trmrl.Agent):
 
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
-    """KL(old || new) of two Gaussian policies, averaged over the steps of one row."""
+    """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
     numerator = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * numerator / (2 * new_log_std).exp() - 0.5
     return (step_weight * kl.sum(dim=-1)).sum()
 
 
-def conjugate_gradients(product, b):
-    """Solve H x = b for x, where product(v) is H v. (1e-20: in case a residual is exactly zero.)"""
+def conjugate_gradients(H_times, b):
+    """Solve H x = b for x, where H_times(v) is H v. (1e-20: in case a residual is 0.)"""
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
-        H_direction = product(direction)
-        square = residual.dot(residual)
-        step_size = square / (direction.dot(H_direction) + 1e-20)
+        H_direction = H_times(direction)
+        old_square = residual.dot(residual)
+        step_size = old_square / (direction.dot(H_direction) + 1e-20)
         x = x + step_size * direction
         residual = residual - step_size * H_direction
-        direction = residual + residual.dot(residual) / (square + 1e-20) * direction
+        direction = residual + residual.dot(residual) / (old_square + 1e-20) * direction
     return x
 
 
@@ -273,8 +281,8 @@ def trpo_step(objective, kl, theta, max_kl):
     H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
-    # Both approximations hold near theta only: shorten the step until the objective really
-    # improves, within the bound.
+    # Both approximations hold near theta only: shorten the step until it really stays within the
+    # bound and improves the objective.
     before = objective(theta)
     for fraction in STEP_FRACTIONS:
         candidate = theta + fraction * step
@@ -295,8 +303,8 @@ def trpo_step(objective, kl, theta, max_kl):
 # the product of m and s. The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted to
 # our one or two, it would explain the noise away, so we fit it to all tasks of the last batch. m is
 # a hint of the task: a velocity, say, is worth more in one task than in another. Since m depends on
-# the actions, it biases the gradient slightly. (On MetaWorld, test episodes are longer than those
-# of training, so the baseline of the test's inner step extrapolates in time.)
+# the actions, such a baseline biases the gradient slightly. (On MetaWorld, test episodes are longer
+# than those of training, so the baseline of the test's inner step extrapolates in time.)
 
 
 class Phase:
@@ -326,8 +334,8 @@ class Phase:
         advantage = advantage / (variance.sqrt() + 1e-8)
 
         experience = Experience(self.state, self.action, self.log_prob, advantage, step_weight)
-        needed = self.mask.any(dim=0)  # columns that no row needs are left out
-        return Experience(*(x[:, needed] for x in experience))
+        used = self.mask.any(dim=0)  # (T,); columns that no row uses are left out
+        return Experience(*(x[:, used] for x in experience))
 
     def features(self):
         """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""
@@ -337,15 +345,15 @@ class Phase:
         began[:, 0] = 0
         time = (t - began)[..., None] / 100
 
-        task_hint = self.mean_reward[..., None] * self.state
+        state_times_m = self.mean_reward[..., None] * self.state
         time_features = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, task_hint, *time_features], dim=-1)
+        return torch.cat([self.state, self.state**2, state_times_m, *time_features], dim=-1)
 
     def advantages(self, beta, gamma, lam):
         """GAE with the value baseline, (R, T)."""
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit the next state in the
-        # row belongs to another episode, and a Phase does not hold s_T: there we take V(s_t).
+        # Where an episode terminates, the next value is 0. At a time limit or the end of the row,
+        # the next state is not in this Phase: there we take V(s_t).
         next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
@@ -354,8 +362,9 @@ class Phase:
         """beta (D,) by ridge regression over the steps of the phase."""
         X = self.features()[self.mask]  # (steps, D)
         steps, D = X.shape
-        # With beta = 0 and lambda = 1, advantages are discounted returns less m / (1 - gamma);
-        # after a time limit, m is earned forever.
+        # The features must explain what m / (1 - gamma) does not. With beta = 0 and lambda = 1,
+        # advantages are discounted returns less m / (1 - gamma); after a time limit, m is earned
+        # forever.
         y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)

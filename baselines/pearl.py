@@ -23,9 +23,10 @@ The main differences from the paper (the sizes are in docs/differences.md):
   Here every iteration draws tasks anew, and each trial is treated as a task of its own, even where
   tasks recur: context and RL batch come from one trial. Recent trials, which resemble what the
   agent will see next, are drawn more often.
-- In training, a context is C random transitions (s, a, r) of the first episodes of a trial (the
-  authors: of episodes with z from the prior). When the agent acts, it is all transitions so far,
-  usually more, so the posterior is narrower than in training.
+- In training, a context is C random transitions of the first episodes of a trial (the authors: of
+  episodes with z from the prior). When the agent acts, it is all transitions so far, usually more,
+  so the posterior is narrower than in training. The encoder does not see s', as by default in the
+  authors' code (in the paper it does).
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
   "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
 - Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
@@ -51,7 +52,8 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)  # two episodes of context, then a third
+# A meta-test is scored on its third episode, after two episodes of context.
+COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
 # MetaWorld we keep TrMRL's number of steps.
@@ -95,6 +97,7 @@ def relu_mlp(inputs, hidden, outputs):
 
 
 def noise_like(x, generator):
+    """Standard normal noise of the shape of x."""
     return torch.randn(x.shape, generator=generator, device=x.device)
 
 
@@ -112,8 +115,8 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, e_size=S + Z)
-        # SAC has Q functions instead of the value head of PPO, and a standard deviation that
-        # depends on the state.
+        # super() builds an agent for PPO. SAC has Q functions instead of a value head, and a
+        # standard deviation that depends on the state.
         del self.value_head, self.log_std
         self.encoder = relu_mlp(S + A + 1, hidden, 2 * Z)
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
@@ -166,8 +169,8 @@ class PEARL(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
-        Noise is drawn in advance, like Buffer.noise, for every t, as episodes may begin at any t:
-        acting twice gives the same answer twice.
+        Noise is drawn in advance, so that acting twice gives the same answer twice, and for every
+        t, because an episode may begin at any.
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -177,13 +180,14 @@ class PEARL(trmrl.Agent):
 
     def act(self, buffer, t, sample):
         """Action (R, A) and log_prob (R,) of step t; zeros for a value, which SAC does not need."""
-        # z is constant within an episode. At its start z is drawn, even in a meta-test with mean
-        # actions: from the posterior given all earlier steps of the trial.
+        # z is constant within an episode. When one begins, z is drawn from the posterior given all
+        # earlier steps of the trial, even in a meta-test with mean actions.
         z, z_noise = buffer.stored["z"], buffer.stored["z_noise"]
-        begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
-        if t > 0:
-            z[:, t] = z[:, t - 1]
+        if t == 0:
+            begins = torch.ones(len(z), dtype=torch.bool, device=self.device)
+        else:
             begins = buffer.eta[:, t - 1] > 0
+            z[:, t] = z[:, t - 1]
         if begins.any():
             past = (buffer.state, buffer.clipped_action, buffer.reward)
             mean, var = self.posterior(*(x[begins, :t] for x in past))
@@ -196,8 +200,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The normaliser is updated first (in PPO last): the replay holds raw observations, and SAC
-        # compares with nothing that was computed when the agent acted.
+        # The normaliser is updated first (in PPO last): the replay holds raw observations and,
+        # unlike PPO, SAC needs no log-probabilities or values from when the agent acted.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
@@ -212,8 +216,8 @@ class PEARL(trmrl.Agent):
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
                 slow.lerp_(fast.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
 
-        means = (totals / config.updates).tolist()
-        return dict(zip(metrics, means)) | {"updates": config.updates}
+        means = dict(zip(metrics.keys(), (totals / config.updates).tolist()))
+        return means | {"updates": config.updates}
 
     def remember(self, buffer):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
@@ -222,16 +226,16 @@ class PEARL(trmrl.Agent):
         the file's iterations are valid; what a run wrote between its last checkpoint and a crash
         is cut off here.
         """
-        timed_out = buffer.eta * ~buffer.terminated
+        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
         outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
         outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
         trials = torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
 
         iterations = int(self.replay_iterations)  # so far
-        file = self.folder and self.folder / "replay.bin"  # None if the agent has no run folder
-        if self.replay is None:
-            size = min(self.config.replay_size, self.config.total_steps)  # no run collects more
-            K = math.ceil(size / buffer.reward.numel())
+        file = self.folder / "replay.bin" if self.folder else None  # tests may have no run folder
+        if self.replay is None:  # only now are the shapes known
+            size = min(self.config.replay_size, self.config.total_steps)
+            K = math.ceil(size / buffer.reward.numel())  # a run, too, rounds its steps up
             self.replay = trials.new_zeros(K, *trials.shape)
             if iterations > 0:  # after --resume
                 self.read_replay(file, iterations)
@@ -254,7 +258,10 @@ class PEARL(trmrl.Agent):
             self.replay[i % K] = torch.from_numpy(saved).view(shape)
 
     def sample_replay(self, iterations, generator):
-        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones."""
+        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones.
+
+        Each trial is a task of its own. All draws are with replacement.
+        """
         config = self.config
         M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
         B = config.minibatch // M
@@ -265,7 +272,7 @@ class PEARL(trmrl.Agent):
         # M trials. The square prefers recent ones: half of the draws fall in the most recent
         # quarter.
         age = (uniform(M, 1).square() * min(iterations, K)).long()
-        slot = (iterations - 1 - age) % K  # (M, 1)
+        index = (iterations - 1 - age) % K  # (M, 1)
         row = (uniform(M, 1) * R).long()  # (M, 1)
 
         # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
@@ -274,10 +281,10 @@ class PEARL(trmrl.Agent):
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()
-        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
+        return tuple(self.replay[index, row, step] for step in (t_context, t, t + 1))
 
     def unpack(self, steps):
-        """State, action, reward, terminated and timed_out of steps of the replay."""
+        """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
         S, A, _ = self.sizes
         observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
         return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)

@@ -8,8 +8,8 @@ so far, updates the belief at every step. A decoder must predict the reward of e
 the trial, past and future, from the transition and a sample z of the belief: this teaches the
 encoder what distinguishes tasks. Encoder and decoder are thus a variational autoencoder (VAE),
 whose prior at each step is the belief of the step before. PPO trains a policy on the state and the
-belief (mean and log-variance), so the agent can act on its uncertainty. PPO's gradient
-stops at the belief.
+belief (mean and log-variance), so the agent can act on its uncertainty. PPO's gradient stops at the
+belief.
 
     python -m baselines.varibad --env halfcheetah_vel
 
@@ -18,11 +18,13 @@ Read rl2.py first: the inputs of the GRU, segments and stored hidden states are 
 Differences from the authors' code, and some details:
 
 - The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
-  segments of at most 50 steps, which start from stored hidden states, as in rl2.py.
+  segments of at most 50 steps, as in theirs, but each starts from a stored hidden state, as in
+  rl2.py; theirs runs the GRU anew from the start of the trial.
 - The decoder predicts normalised rewards (the GRU reads raw ones), as Gaussians of variance 1 (the
-  authors: of variance 1/2), but not the last one of an episode.
+  authors: of variance 1/2), but not the last one of an episode. The KL divergence has the weight
+  that the ELBO gives it (the authors: 0.1, where 50 rewards stand for all).
 - The networks have other sizes and no embeddings. The GRU sees s_0 before it gives the first
-  belief (theirs does not), and it is told where episodes end.
+  belief (theirs does not).
 - The paper also decodes next states where the dynamics differ between tasks. On ML45 they differ,
   but we decode rewards alone.
 - As in rl2.py, PPO's returns span the trial but end where an episode terminates, and meta-tests
@@ -33,7 +35,6 @@ size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the
 acts at step t: all earlier steps and s_t, but not yet a_t and r_t.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ NUM_REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, as in rl2.py.
-PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
+PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # `|=` changes these copies
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 PRESETS["ml1"] |= dict(episodes_per_trial=2)
 PRESETS["ml45"] |= dict(episodes_per_trial=2)
@@ -115,7 +116,7 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
-        # Normalised like a state for the policy, because its scale changes as the VAE learns.
+        # The policy's input, because the scale of beliefs changes as the VAE learns.
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
@@ -156,7 +157,8 @@ class VariBAD(trmrl.Agent):
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
 
         R, T = buffer.reward.shape
-        T = math.prod(segment_sizes(T))  # a remainder of the row is left out
+        per_row, length = segment_sizes(T)
+        T = per_row * length  # a remainder of the row is left out
         noise_shape = (R, NUM_BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
@@ -173,8 +175,8 @@ class VariBAD(trmrl.Agent):
             totals += torch.stack([error, kl, norm]).detach()
 
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
-        # The metric kl is that of the loss: the mean over steps, divided by T.
-        metrics |= dict(zip(("reward_error", "kl", "vae_grad_norm"), means.tolist()))
+        error, kl, norm = means.tolist()
+        metrics |= dict(reward_error=error, kl=kl, vae_grad_norm=norm)
         metrics["updates"] += updates
         return metrics
 
@@ -184,11 +186,11 @@ class VariBAD(trmrl.Agent):
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) }
 
-        where t and i run over the T steps of a row, and the prior of t = 0 is N(0, I). The loss is
-        -ELBO / (T T) up to a constant, averaged over rows: the double sum over rewards becomes a
-        mean, the sum over KL divergences a mean divided by T.
-        The error estimates its first term from the beliefs at t in belief_steps (K,), the rewards
-        i in reward_steps (J,) and one z per belief, from its noise (R, K, Z).
+        where t and i run over the T steps of a row (i not over the last steps of episodes), and the
+        prior of t = 0 is N(0, I). The loss is -ELBO / (T T) up to a constant, averaged over rows:
+        the double sum over rewards becomes a mean, the sum over KL divergences a mean divided by T.
+        The error estimates the ELBO's first term from the beliefs at t in belief_steps (K,), the
+        rewards i in reward_steps (J,) and one z per belief, made from its noise (R, K, Z).
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
@@ -227,9 +229,8 @@ class VariBAD(trmrl.Agent):
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device)
         x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
-        hidden = buffer.stored["hidden"][:, :T:length].reshape(1, R * per_row, -1)
-        hidden = hidden.contiguous()  # for cuDNN; reshape may return a strided view
-        belief, _ = self.vae.encode(x, hidden)
+        hidden = buffer.stored["hidden"][row, t[::length]].flatten(0, 1)  # at the start of each
+        belief, _ = self.vae.encode(x, hidden[None])
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
