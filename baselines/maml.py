@@ -7,8 +7,8 @@ second, adapted, it acts with theta', the result of one inner step on what it ha
 
     theta' = theta + alpha grad J(theta)
 
-J tells how well a policy does (see MAML.J), here in the first phase; alpha is --inner-lr.
-Meta-training maximises J(theta') in the second phase, so the outer gradient passes through the
+grad J, here on the first phase, is the policy gradient (see MAML.J); alpha is --inner-lr.
+Meta-training maximises J(theta') on the second phase, so the outer gradient passes through the
 inner step: MAML needs second derivatives. TRPO chooses the outer step: roughly the best one for
 which the KL divergence between old and new adapted policies, averaged over tasks, stays within a
 bound.
@@ -16,15 +16,16 @@ bound.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step compares actions that differ by chance, so the agent
-samples while it explores, even in a meta-test that otherwise takes mean actions. With as few
-episodes as we take, it adapts little: see docs/results.md.
+samples while it explores, even in a meta-test that otherwise takes mean actions. (So a return may
+rise at the inner step only because the sampling stops; `return_before` and `return_after` in
+progress.csv both sample.) It adapts little in our runs: see docs/results.md.
 
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one.
   We have E - 1 (two by default) and one; if the ant falls early, more adapted ones fill the row.
-  They have 40 tasks per iteration, we have 20.
-- Networks have two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
+  They have 40 tasks per iteration, we have 20 (on ML45, 45).
+- The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
   to each task (see the last section).
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
@@ -51,15 +52,15 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-EXPLORING, ADAPTED = 0, 1  # the two phases, as an index
-RIDGE = 1e-3  # of the value baseline
+EXPLORING, ADAPTED = 0, 1  # the two phases, as rows of betas
+RIDGE = 1e-3  # of the value baseline: the penalty of its squared weights
 CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # of TRPO (see trpo_step)
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-# Two exploring episodes and an adapted one. TRPO, not Adam, changes the weights; lr = 0 says so in
-# progress.csv. On the half-cheetah, the policy gradient is noisy, so we take more environment steps
-# than TrMRL and explore more; the value baseline is crude, so lambda is higher.
+# Two exploring episodes and an adapted one. Adam, which every Run builds, is not used: lr is 0,
+# also in progress.csv. On the half-cheetah, the policy gradient is noisy, so we take more
+# environment steps than TrMRL and explore more; the value baseline is crude, so lambda is higher.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -68,8 +69,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch", "max_grad_norm")
-    not_flags += ("lr", "value_lr", "final_lr")  # of Adam
+    of_ppo_and_adam = ("clip", "epochs", "minibatch", "max_grad_norm", "lr", "value_lr", "final_lr")
+    not_flags = (*NOT_FLAGS, *of_ppo_and_adam, "d_model")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -86,8 +87,8 @@ class Config(trmrl.Config):
 
 # ---- Policy and agent ----------------------------------------------------------------------------
 #
-# Each phase of a batch becomes an Experience, which is all that a policy gradient needs of it. The
-# last section makes it from the buffer: `Phase(buffer, rows, mask).to_experience(beta, config)`.
+# A Phase (last section) cuts the steps of one phase out of a buffer, and its method to_experience
+# makes of them what a policy gradient needs.
 
 
 class Experience(NamedTuple):
@@ -113,12 +114,12 @@ class MAML(trmrl.Agent):
     Config = Config
 
     def __init__(self, config, sizes):
-        S = sizes[0]
+        S, _, _ = sizes
         super().__init__(config, sizes, e_size=S)
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # of the baseline, (phases, D)
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # its weights, (phases, D)
 
     @property
     def theta(self):
@@ -134,19 +135,23 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def J(self, weights, experience):
-        """How well a policy does on one row: the mean of advantage * pi(a | s) / pi_old(a | s).
+        """How much better a policy is on one row than the old one, which acted (its J is 0):
 
-        The outer gradient needs the second derivative of the inner J:
+            J = mean of advantage * pi(a | s) / pi_old(a | s)
 
-            outer gradient = (I + alpha grad^2 J(theta)) g',    g' = grad of the outer J at theta'
+        Finn et al. take the mean of advantage * log pi in the inner step. At theta, where pi is
+        pi_old, its gradient is the same. But the gradient of the outer J is
+
+            (I + alpha grad^2 J(theta)) g',    where g' is the gradient of the outer J at theta',
+
+        and the second derivatives differ. Ours are
+
             grad^2 J(theta) = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T),
 
-        as pi = pi_old at theta. The mean of advantage * log pi, which Finn et al. take in the inner
-        step, has the same gradient there, but its second derivative lacks the last term. By that
-        term, exploring actions get credit for what the inner step makes of them: an action becomes
-        likelier if its own part of the step, advantage * grad log pi, points along g'. Credit for
-        the parts of other actions, earlier or later, is left out, as it is noisy. This is the J of
-        ProMP (Rothfuss et al. 2019).
+        theirs lack the last term. By that term, exploring actions get credit for what the inner
+        step makes of them: an action becomes likelier if its own part of the step, advantage *
+        grad log pi, points along g'. It gets no credit for its effect on the parts of other
+        actions: a bias, for less noise. This is the J of ProMP (Rothfuss et al. 2019).
         """
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
@@ -154,7 +159,7 @@ class MAML(trmrl.Agent):
         return (experience.step_weight * experience.advantage * ratio).sum()
 
     def adapt(self, theta, experience):
-        """The inner step of all rows at once, theta' (R, P). It adapts log_std, too."""
+        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
         # theta is shared (None), the experience is split by row (0). This grad works even where
         # gradients are switched off, as when the agent acts.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
@@ -175,8 +180,8 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            exploring_phase = Phase(buffer, ready, mask=torch.ones_like(done[ready]))
-            experience = exploring_phase.to_experience(self.betas[EXPLORING], self.config)
+            exploring_phase = Phase(self.config, buffer, torch.ones_like(done[ready]), rows=ready)
+            experience = exploring_phase.to_experience(self.betas[EXPLORING])
             buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
         # Every row acts with its own weights.
@@ -192,16 +197,15 @@ class MAML(trmrl.Agent):
         maximise  J(theta') in the adapted phase, averaged over tasks
         within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
 
-        as functions of theta; the experience is given.
+        Both are functions of theta, on the experience that was collected with the present theta.
         """
-        config = self.config
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < self.num_exploring
-        exploring_phase = Phase(buffer, slice(None), mask=explores)  # slice(None): all rows
-        adapted_phase = Phase(buffer, slice(None), mask=~explores)
-        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING], config)
-        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED], config)
+        exploring_phase = Phase(self.config, buffer, mask=explores)
+        adapted_phase = Phase(self.config, buffer, mask=~explores)
+        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING])
+        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
@@ -222,17 +226,17 @@ class MAML(trmrl.Agent):
             new_policies = policies(theta_prime(theta))
             return vmap(kl_divergence)(*old_policies, *new_policies, step_weight).mean()
 
-        new_theta, metrics = trpo_step(objective, kl, self.theta, config.max_kl)
+        new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
         # Fit the value baselines for the next batch and meta-test. They are fitted to states that
         # are normalised with the old statistics and used with the new ones: they differ little,
         # except early in training.
-        self.betas[EXPLORING] = exploring_phase.fit_baseline(config.gamma)
-        self.betas[ADAPTED] = adapted_phase.fit_baseline(config.gamma)
+        self.betas[EXPLORING] = exploring_phase.fit_baseline()
+        self.betas[ADAPTED] = adapted_phase.fit_baseline()
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
-        returns, _ = trmrl.episode_results(buffer, config.episodes_per_trial)
+        returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
             "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
@@ -246,13 +250,14 @@ class MAML(trmrl.Agent):
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
     """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
-    numerator = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
-    kl = new_log_std - old_log_std + 0.5 * numerator / (2 * new_log_std).exp() - 0.5
+    # Of the old actions about the new mean.
+    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
     return (step_weight * kl.sum(dim=-1)).sum()
 
 
 def conjugate_gradients(H_times, b):
-    """Solve H x = b for x, where H_times(v) is H v. (1e-20: in case a residual is 0.)"""
+    """Solve H x = b approximately, where H_times(v) is H v. (1e-20: in case a residual is 0.)"""
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         H_direction = H_times(direction)
@@ -267,11 +272,11 @@ def conjugate_gradients(H_times, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
-    A small step x raises the objective by about g.x and the KL divergence by x.Hx / 2, where g is
-    the gradient of the former and H the Hessian of the latter. Within the bound the best x is
-    sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products with vectors;
-    conjugate gradients need only a few. We add DAMPING to the diagonal of H: it is estimated from
-    few steps and nearly zero along many directions, in which x would go far.
+    A small step x raises the objective by about g.x and the KL divergence, which is least (0) at
+    theta, by about x.Hx / 2: g is the gradient of the former, H the Hessian of the latter. Within
+    the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its
+    products with vectors; conjugate gradients need only a few. We add DAMPING to the diagonal of H:
+    it is estimated from few steps and nearly zero along many directions, in which x would go far.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.
@@ -295,7 +300,8 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Phases and the value baseline ---------------------------------------------------------------
 #
-# Details, which you can skip at first. The value of a state in a phase with mean reward m is
+# Details of the value baseline, which you can skip at first. The value of a state in a phase with
+# mean reward m is
 #
 #     V(s) = m / (1 - gamma) + features(s, time, m) . beta
 #
@@ -308,27 +314,28 @@ def trpo_step(objective, kl, theta, max_kl):
 
 
 class Phase:
-    """Rows of a buffer; mask (R, T) is true at the steps of one phase."""
+    """The steps of one phase, where mask is true; `act` passes some rows and the steps so far."""
 
-    def __init__(self, buffer, rows, mask):
-        T = mask.shape[1]  # in `act`, the steps so far
-        self.mask = mask
+    def __init__(self, config, buffer, mask, rows=slice(None)):
+        T = mask.shape[1]
+        self.config = config
+        self.mask = mask  # (R, T)
         self.state = buffer.state[rows, :T]
         self.action = buffer.action[rows, :T]
         self.log_prob = buffer.log_prob[rows, :T]
         self.reward = buffer.reward[rows, :T]
         self.terminated = buffer.terminated[rows, :T]
-        # Unlike in Buffer.trajectory_ends, each episode is a trajectory of its own. The last step
-        # counts as an end even if its episode goes on.
+        # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends
+        # would join those of a row). The last step counts as an end even if its episode goes on.
         self.ends = buffer.eta[rows, :T] > 0
         self.ends[:, -1] = True
         self.count = mask.sum(dim=1, keepdim=True)  # steps of the phase, (R, 1)
         self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # m, (R, 1)
 
-    def to_experience(self, beta, config):
+    def to_experience(self, beta):
         """Advantages are relative to the value baseline whose weights are beta (D,)."""
         step_weight = self.mask / self.count
-        advantage = self.advantages(beta, config.gamma, config.gae_lambda)
+        advantage = self.advantages(beta, self.config.gae_lambda)
         advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
         variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
@@ -349,8 +356,9 @@ class Phase:
         time_features = [time, time**2, time**3, torch.ones_like(time)]
         return torch.cat([self.state, self.state**2, state_times_m, *time_features], dim=-1)
 
-    def advantages(self, beta, gamma, lam):
+    def advantages(self, beta, lam):
         """GAE with the value baseline, (R, T)."""
+        gamma = self.config.gamma
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit or the end of the row,
         # the next state is not in this Phase: there we take V(s_t).
@@ -358,14 +366,14 @@ class Phase:
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
 
-    def fit_baseline(self, gamma):
+    def fit_baseline(self):
         """beta (D,) by ridge regression over the steps of the phase."""
         X = self.features()[self.mask]  # (steps, D)
         steps, D = X.shape
         # The features must explain what m / (1 - gamma) does not. With beta = 0 and lambda = 1,
-        # advantages are discounted returns less m / (1 - gamma); after a time limit, m is earned
-        # forever.
-        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[self.mask]
+        # advantages are discounted returns less m / (1 - gamma); after an end that is no
+        # termination, m is earned forever.
+        y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
 

@@ -17,24 +17,25 @@ posterior near the prior. The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main differences from the paper (the sizes are in docs/differences.md):
+The main differences from the paper (the others are in docs/differences.md):
 
-- The paper revisits a fixed set of tasks (100 half-cheetah velocities), each with data of its own.
-  Here every iteration draws tasks anew, and each trial is treated as a task of its own, even where
-  tasks recur: context and RL batch come from one trial. Recent trials, which resemble what the
-  agent will see next, are drawn more often.
-- In training, a context is C random transitions of the first episodes of a trial (the authors: of
-  episodes with z from the prior). When the agent acts, it is all transitions so far, usually more,
-  so the posterior is narrower than in training. The encoder does not see s', as by default in the
-  authors' code (in the paper it does).
+- The paper revisits a fixed set of tasks (100 half-cheetah velocities) and draws contexts from the
+  recent data of a task, RL batches from all of it. Here every iteration draws tasks anew, and each
+  trial is a task of its own, even where tasks recur: the context comes from its first episodes (the
+  authors: from episodes with z from the prior), the RL batch from all of it. Recent trials are
+  drawn more often.
+- In training, a context has C random transitions. When the agent acts, it has all transitions so
+  far, usually more than C, so the posterior is narrower than in training. The encoder does not see
+  s', as by default in the authors' code (in the paper it does).
 - SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
-  "Algorithms and Applications"), but a fixed alpha. One Adam serves encoder, critics and policy.
+  "Algorithms and Applications"), but a fixed weight alpha of the entropy. One Adam serves encoder,
+  critics and policy.
 - Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
   has a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
 
 Shapes: M tasks with B transitions each and C transitions of context; S, A and Z are the sizes of a
-state, an action and z; an iteration collects R rows of T steps, and the replay keeps the last K
-iterations.
+state, an action and z; an iteration collects R rows of T steps, a row being a trial, and the replay
+keeps the last K iterations.
 """
 
 import copy
@@ -52,7 +53,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# A meta-test is scored on its third episode, after two episodes of context.
+# Three episodes, as a meta-test is scored on the third: it has two episodes of context.
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
@@ -67,7 +68,7 @@ class Config(trmrl.Config):
     presets = PRESETS
     not_flags = (*NOT_FLAGS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
 
-    lr: float = setting("SAC", None, "learning rate", high=1)
+    lr: float = setting("learning", None, "learning rate", high=1)
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
     latent_size: int = setting("agent", 5, "size of z", low=1)
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
@@ -110,21 +111,20 @@ class PEARL(trmrl.Agent):
     scored_episode = 3  # whatever E is: its z comes from two episodes, as in the paper
 
     def __init__(self, config, sizes):
-        if config.minibatch % config.meta_batch:  # by now, a Run has checked that both are positive
+        # Not in Config: check_config must refuse zeros first.
+        if config.minibatch % config.meta_batch:
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, e_size=S + Z)
-        # super() builds an agent for PPO. SAC has Q functions instead of a value head, and a
-        # standard deviation that depends on the state.
+        # super() builds heads for PPO, of which we keep none. SAC has two Q functions and a policy
+        # head that also gives the standard deviation.
         del self.value_head, self.log_std
         self.encoder = relu_mlp(S + A + 1, hidden, 2 * Z)
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        # Filled by `remember`, (K, R, T + 1, S + A + 3): the observation, action, reward,
-        # terminated and timed_out of each step.
-        self.replay = None
+        self.replay = None  # filled by `remember`: (K, R, T + 1, S + A + 3), see `pack`
         # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
@@ -197,16 +197,57 @@ class PEARL(trmrl.Agent):
         action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
+    def loss(self, context, batch, next_batch, generator):
+        """The loss (Algorithm 1 of the paper) of what sample_replay returns, and metrics."""
+        state, action, reward, terminated, timed_out = self.unpack(batch)  # (M, B, ...) each
+        next_state = self.unpack(next_batch)[0]
+
+        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
+        # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
+        gamma = self.config.gamma
+        alpha = (1 - gamma) * self.config.entropy_weight
+        r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
+
+        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
+        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
+        z = mean + var.sqrt() * noise_like(mean, generator)
+        z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
+        kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
+
+        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
+        # alone if s' is terminal.
+        with torch.no_grad():
+            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
+            next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
+            y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
+
+        # The critics' error also trains the encoder, through z. Steps at a time limit are left out
+        # (error 0), because the next state in the replay usually belongs to the next episode.
+        error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
+        critic_loss = error.square().mean(dim=(1, 2)).sum()
+
+        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
+        # policy alone: z is detached, and the weights of the critics are constants in it. (That
+        # changes nothing for critic_loss, whose graph is already recorded.)
+        self.critics.requires_grad_(False)
+        new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
+        min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
+        policy_loss = (alpha * log_prob - min_q).mean()
+        self.critics.requires_grad_(True)
+
+        loss = critic_loss + policy_loss + self.config.kl_weight * kl
+        metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
+        return loss, {name: x.detach() for name, x in metrics.items()}
+
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The normaliser is updated first (in PPO last): the replay holds raw observations and,
-        # unlike PPO, SAC needs no log-probabilities or values from when the agent acted.
+        # The normalizer is updated first (in PPO last): the replay holds raw states, which are
+        # normalised anew whenever they are drawn.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
-        self.remember(buffer)
+        iterations = self.remember(buffer)  # so far
 
-        iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
         totals = 0.0
         for _ in range(config.updates):
             context, batch, next_batch = self.sample_replay(iterations, generator)
@@ -216,22 +257,25 @@ class PEARL(trmrl.Agent):
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
                 slow.lerp_(fast.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
 
-        means = dict(zip(metrics.keys(), (totals / config.updates).tolist()))
+        means = dict(zip(metrics, (totals / config.updates).tolist()))
         return means | {"updates": config.updates}
+
+    def parameter_groups(self):
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
+
+    # ---- The replay ------------------------------------------------------------------------------
 
     def remember(self, buffer):
         """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
 
         Memory keeps the last K iterations, the file all of them. The checkpoint says how many of
         the file's iterations are valid; what a run wrote between its last checkpoint and a crash
-        is cut off here.
+        is cut off here. Returns how many iterations it has remembered so far.
         """
-        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
-        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
-        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only an observation
-        trials = torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
-
-        iterations = int(self.replay_iterations)  # so far
+        trials = self.pack(buffer)
+        iterations = int(self.replay_iterations)  # before this one
         file = self.folder / "replay.bin" if self.folder else None  # tests may have no run folder
         if self.replay is None:  # only now are the shapes known
             size = min(self.config.replay_size, self.config.total_steps)
@@ -246,6 +290,7 @@ class PEARL(trmrl.Agent):
             with open(file, "ab") as stream:
                 stream.truncate(iterations * trials.nbytes)
                 stream.write(trials.cpu().numpy().tobytes())
+        return iterations + 1
 
     def read_replay(self, file, iterations):
         """Read the last K iterations back from the file."""
@@ -283,59 +328,18 @@ class PEARL(trmrl.Agent):
         t = (uniform(M, B) * T).long()
         return tuple(self.replay[index, row, step] for step in (t_context, t, t + 1))
 
+    def pack(self, buffer):
+        """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""
+        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
+        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
+        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only a state
+        return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
+
     def unpack(self, steps):
         """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
         S, A, _ = self.sizes
-        observation, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(observation), action, *(x.squeeze(-1) for x in outcome)
-
-    def loss(self, context, batch, next_batch, generator):
-        """The loss (Algorithm 1 of the paper) of what sample_replay returns, and metrics."""
-        state, action, reward, terminated, timed_out = self.unpack(batch)  # (M, B, ...) each
-        next_state, *_ = self.unpack(next_batch)
-
-        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
-        # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
-        gamma = self.config.gamma
-        alpha = (1 - gamma) * self.config.entropy_weight
-        r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
-
-        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
-        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
-        z = mean + var.sqrt() * noise_like(mean, generator)
-        z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
-        kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
-
-        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
-        # alone if s' is terminal.
-        with torch.no_grad():
-            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
-            next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
-            y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
-
-        # The critics' error also trains the encoder, through z. Steps at a time limit are left out
-        # (error 0), because the next state in the replay usually belongs to the next episode.
-        error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
-        critic_loss = error.square().mean(dim=(1, 2)).sum()
-
-        # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. (That
-        # changes nothing for critic_loss, whose graph is already recorded.)
-        z = z.detach()
-        self.critics.requires_grad_(False)
-        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
-        min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
-        policy_loss = (alpha * log_prob - min_q).mean()
-        self.critics.requires_grad_(True)
-
-        loss = critic_loss + policy_loss + self.config.kl_weight * kl
-        metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
-        return loss, {name: x.detach() for name, x in metrics.items()}
-
-    def parameter_groups(self):
-        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        # eps is Adam's default; a Run sets 1e-5, for PPO.
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
+        raw_state, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(raw_state), action, *(x.squeeze(-1) for x in outcome)
 
 
 if __name__ == "__main__":
