@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: MIT
 """MAML: "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (Finn et al. 2017).
 
-MAML learns initial weights theta from which one step of policy gradient adapts to a new task. A
-trial has two phases. In the first, exploring, the agent acts with theta for E - 1 episodes. In the
-second, adapted, it acts with theta', the result of one inner step on what it has seen:
+MAML learns initial weights theta from which one step of policy gradient adapts to a new task. In
+the exploring phase of a trial, the agent acts with theta for E - 1 episodes. In the adapted phase,
+it acts with theta', the result of one inner step on what it has seen:
 
-    theta' = theta + alpha grad J(theta)
+    theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-grad J, here on the first phase, is the policy gradient (see MAML.J); alpha is --inner-lr.
-Meta-training maximises J(theta') on the second phase, so the outer gradient passes through the
-inner step: MAML needs second derivatives. TRPO chooses the outer step: roughly the best one for
-which the KL divergence between old and new adapted policies, averaged over tasks, stays within a
-bound.
+J estimates how well a policy does in a phase (see MAML.J). Meta-training maximises
+J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
+derivatives. TRPO chooses the outer step: roughly the best one for which the KL divergence between
+old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -95,15 +94,15 @@ class Experience(NamedTuple):
     """The steps of one phase of R rows.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
-    early. We keep the C <= T columns that at least one row uses; where a row does not use one of
-    them, step_weight is 0. Inside vmap, which maps a function over rows, the leading R is absent.
+    early. To save time we keep only the C columns that at least one row uses; where a row does not
+    use one of them, share is 0. Inside vmap, which maps a function over rows, the R is absent.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), standardised over the steps of each row
-    step_weight: torch.Tensor  # (R, C), sum 1 in each row
+    share: torch.Tensor  # (R, C), of a step in the mean over its row: they sum to 1
 
 
 class MAML(trmrl.Agent):
@@ -119,7 +118,8 @@ class MAML(trmrl.Agent):
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # its weights, (phases, D)
+        # The weights of the baseline, (phases, D): policies and returns differ between phases.
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
     @property
     def theta(self):
@@ -135,28 +135,27 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def J(self, weights, experience):
-        """How much better a policy is on one row than the old one, which acted (its J is 0):
+        """An estimate of how much better a policy is on one row than the old one, which acted:
 
-            J = mean of advantage * pi(a | s) / pi_old(a | s)
+            J = mean of advantage * pi(a | s) / pi_old(a | s)    (0 for the old policy)
 
-        Finn et al. take the mean of advantage * log pi in the inner step. At theta, where pi is
-        pi_old, its gradient is the same. But the gradient of the outer J is
+        In the inner step, Finn et al. take the mean of advantage * log pi. At theta, where pi is
+        pi_old, its gradient is the same, but its second derivative differs, and this is part of the
+        outer gradient. By the chain rule, the gradient of J_adapted(theta') by theta is
 
-            (I + alpha grad^2 J(theta)) g',    where g' is the gradient of the outer J at theta',
+            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
+            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
 
-        and the second derivatives differ. Ours are
-
-            grad^2 J(theta) = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T),
-
-        theirs lack the last term. By that term, exploring actions get credit for what the inner
-        step makes of them: an action becomes likelier if its own part of the step, advantage *
-        grad log pi, points along g'. It gets no credit for its effect on the parts of other
-        actions: a bias, for less noise. This is the J of ProMP (Rothfuss et al. 2019).
+        Theirs lacks the last term, which credits an exploring action for its own part of the inner
+        step: the action becomes likelier if advantage * grad log pi has a positive product with
+        grad J_adapted(theta'). An action also changes which states and rewards follow, and so the
+        rest of the step. Our J ignores that: it is biased, but less noisy than the full gradient,
+        as in the inner step of ProMP (Rothfuss et al. 2019).
         """
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
         ratio = (log_prob - experience.old_log_prob).exp()
-        return (experience.step_weight * experience.advantage * ratio).sum()
+        return (experience.share * experience.advantage * ratio).sum()
 
     def adapt(self, theta, experience):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
@@ -180,7 +179,8 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            exploring_phase = Phase(self.config, buffer, torch.ones_like(done[ready]), rows=ready)
+            steps_so_far = torch.ones_like(done[ready])
+            exploring_phase = Phase(self.config, buffer, mask=steps_so_far, rows=ready)
             experience = exploring_phase.to_experience(self.betas[EXPLORING])
             buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
@@ -194,7 +194,7 @@ class MAML(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """One outer step, by TRPO; the optimizer and the generator are not used.
 
-        maximise  J(theta') in the adapted phase, averaged over tasks
+        maximise  J_adapted(theta'), averaged over tasks
         within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
 
         Both are functions of theta, on the experience that was collected with the present theta.
@@ -217,21 +217,20 @@ class MAML(trmrl.Agent):
             return vmap(self.policy)(weights, adapted_experience.state)
 
         old_policies = policies(theta_prime(self.theta))
-        step_weight = adapted_experience.step_weight
+        share = adapted_experience.share
 
         def objective(theta):
             return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
 
         def kl(theta):
             new_policies = policies(theta_prime(theta))
-            return vmap(kl_divergence)(*old_policies, *new_policies, step_weight).mean()
+            return vmap(kl_divergence)(*old_policies, *new_policies, share).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. They are fitted to states that
-        # are normalised with the old statistics and used with the new ones: they differ little,
-        # except early in training.
+        # Fit the value baselines for the next batch and meta-test. States are normalised with the
+        # old statistics here and with the new ones there, which matters only early in training.
         self.betas[EXPLORING] = exploring_phase.fit_baseline()
         self.betas[ADAPTED] = adapted_phase.fit_baseline()
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
@@ -248,21 +247,21 @@ class MAML(trmrl.Agent):
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 
-def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
     """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
-    # Of the old actions about the new mean.
+    # E[(a - new_mean)^2] of old actions a
     second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
-    return (step_weight * kl.sum(dim=-1)).sum()
+    return (share * kl.sum(dim=-1)).sum()
 
 
 def conjugate_gradients(H_times, b):
-    """Solve H x = b approximately, where H_times(v) is H v. (1e-20: in case a residual is 0.)"""
+    """Solve H x = b approximately, where H_times(v) is H v."""
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         H_direction = H_times(direction)
         old_square = residual.dot(residual)
-        step_size = old_square / (direction.dot(H_direction) + 1e-20)
+        step_size = old_square / (direction.dot(H_direction) + 1e-20)  # the residual may be 0
         x = x + step_size * direction
         residual = residual - step_size * H_direction
         direction = residual + residual.dot(residual) / (old_square + 1e-20) * direction
@@ -275,15 +274,15 @@ def trpo_step(objective, kl, theta, max_kl):
     A small step x raises the objective by about g.x and the KL divergence, which is least (0) at
     theta, by about x.Hx / 2: g is the gradient of the former, H the Hessian of the latter. Within
     the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its
-    products with vectors; conjugate gradients need only a few. We add DAMPING to the diagonal of H:
-    it is estimated from few steps and nearly zero along many directions, in which x would go far.
+    products with vectors; conjugate gradients need only a few. Estimated from few steps, H is
+    nearly zero along many directions, in which x would go far: we add DAMPING to its diagonal.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
-    _, hessian_product = vjp(grad(kl), theta)  # v -> v.H, which is H v: H is symmetric
-    H_inverse_g = conjugate_gradients(lambda v: hessian_product(v)[0] + DAMPING * v, g)
+    _, v_times_H = vjp(grad(kl), theta)  # v -> (v.H,), and v.H is H v, as H is symmetric
+    H_inverse_g = conjugate_gradients(lambda v: v_times_H(v)[0] + DAMPING * v, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
@@ -300,10 +299,9 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Phases and the value baseline ---------------------------------------------------------------
 #
-# Details of the value baseline, which you can skip at first. The value of a state in a phase with
-# mean reward m is
+# Details of the value baseline, which you can skip at first:
 #
-#     V(s) = m / (1 - gamma) + features(s, time, m) . beta
+#     V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
 #
 # The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
 # the product of m and s. The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted to
@@ -334,13 +332,13 @@ class Phase:
 
     def to_experience(self, beta):
         """Advantages are relative to the value baseline whose weights are beta (D,)."""
-        step_weight = self.mask / self.count
+        share = self.mask / self.count
         advantage = self.advantages(beta, self.config.gae_lambda)
-        advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
-        variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
+        variance = (share * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
 
-        experience = Experience(self.state, self.action, self.log_prob, advantage, step_weight)
+        experience = Experience(self.state, self.action, self.log_prob, advantage, share)
         used = self.mask.any(dim=0)  # (T,); columns that no row uses are left out
         return Experience(*(x[:, used] for x in experience))
 

@@ -19,11 +19,11 @@ posterior near the prior. The policy's gradient stops at z.
 
 The main differences from the paper (the others are in docs/differences.md):
 
-- The paper revisits a fixed set of tasks (100 half-cheetah velocities) and draws contexts from the
-  recent data of a task, RL batches from all of it. Here every iteration draws tasks anew, and each
-  trial is a task of its own, even where tasks recur: the context comes from its first episodes (the
-  authors: from episodes with z from the prior), the RL batch from all of it. Recent trials are
-  drawn more often.
+- The paper visits 100 fixed half-cheetah velocities again and again; it draws contexts from a
+  task's recent data, RL batches from all of it. Here tasks are drawn anew in every iteration, so a
+  task has one trial: contexts come from the trial's first episodes (the authors: from those with z
+  from the prior), RL batches from the whole trial. Trials of recurring tasks (AntDir) are not
+  pooled. Recent trials are drawn more often.
 - In training, a context has C random transitions. When the agent acts, it has all transitions so
   far, usually more than C, so the posterior is narrower than in training. The encoder does not see
   s', as by default in the authors' code (in the paper it does).
@@ -33,7 +33,7 @@ The main differences from the paper (the others are in docs/differences.md):
 - Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
   has a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
 
-Shapes: M tasks with B transitions each and C transitions of context; S, A and Z are the sizes of a
+Shapes: M trials with B transitions each and C transitions of context; S, A and Z are the sizes of a
 state, an action and z; an iteration collects R rows of T steps, a row being a trial, and the replay
 keeps the last K iterations.
 """
@@ -74,8 +74,8 @@ class Config(trmrl.Config):
     hidden_size: int = setting("agent", 128, "units per hidden layer", low=1)
 
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
-    meta_batch: int = setting("SAC", 16, "M, tasks per gradient step", low=1)
-    minibatch: int = setting("SAC", 512, "transitions per gradient step, of all tasks", low=2)
+    meta_batch: int = setting("SAC", 16, "M, trials per gradient step", low=1)
+    minibatch: int = setting("SAC", 512, "transitions per gradient step, of all trials", low=2)
     context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     entropy_weight: float = setting(
@@ -87,12 +87,13 @@ class Config(trmrl.Config):
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
+            # `update` would not average over processes.
             raise trmrl.UserError("pearl runs in one process; start it without torchrun")
         super().__post_init__()
 
 
 def relu_mlp(inputs, hidden, outputs):
-    """Two hidden layers with ReLU."""
+    """Two hidden layers with ReLU and, unlike trmrl.mlp, PyTorch's initial weights."""
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
@@ -108,10 +109,10 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    scored_episode = 3  # whatever E is: its z comes from two episodes, as in the paper
+    scored_episode = 3  # whatever E is: the z of the third comes from two, as in the paper
 
     def __init__(self, config, sizes):
-        # Not in Config: check_config must refuse zeros first.
+        # Here, not in Config: by now, check_config has refused --meta-batch 0.
         if config.minibatch % config.meta_batch:
             raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
@@ -124,14 +125,16 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.replay = None  # filled by `remember`: (K, R, T + 1, S + A + 3), see `pack`
+        # Filled by `remember`, (K, R, T + 1, S + A + 3): the raw state, action, reward, terminated
+        # and timed_out of each step.
+        self.replay = None
         # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
-        """Mean and variance (M, Z) of q(z | c), given C transitions of each task, (M, C, ...).
+        """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
-        When acting, the M tasks are the rows in which an episode begins.
+        When acting, the M trials are the rows in which an episode begins.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -155,8 +158,8 @@ class PEARL(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum [log N(u) - log slope], where slope = 1 - tanh(u)^2 = 4 / (e^u + e^-u)^2.
-        # Its logarithm stays finite in this form: log(e^u + e^-u) = u + softplus(-2 u).
+        # log pi(a) = sum [log N(u; mean, std^2) - log slope], slope = 1 - tanh(u)^2. The logarithm
+        # stays finite in this form: slope = 4 / (e^u + e^-u)^2, log(e^u + e^-u) = u + softplus(-2 u).
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -170,7 +173,7 @@ class PEARL(trmrl.Agent):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
         Noise is drawn in advance, so that acting twice gives the same answer twice, and for every
-        t, because an episode may begin at any.
+        t, because an episode may begin at any step.
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -197,10 +200,10 @@ class PEARL(trmrl.Agent):
         action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
-    def loss(self, context, batch, next_batch, generator):
+    def loss(self, context, steps, next_steps, generator):
         """The loss (Algorithm 1 of the paper) of what sample_replay returns, and metrics."""
-        state, action, reward, terminated, timed_out = self.unpack(batch)  # (M, B, ...) each
-        next_state = self.unpack(next_batch)[0]
+        state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
+        next_state = self.unpack(next_steps)[0]
 
         # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
         # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
@@ -208,14 +211,14 @@ class PEARL(trmrl.Agent):
         alpha = (1 - gamma) * self.config.entropy_weight
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
 
-        # z ~ q(z | c), the same for all transitions of a task; KL(q(z | c) || N(0, I)).
+        # z ~ q(z | c), the same for all transitions of a trial; KL(q(z | c) || N(0, I)).
         mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
         z = mean + var.sqrt() * noise_like(mean, generator)
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
 
-        # y = r + gamma (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), a' ~ pi(. | s', z), or r
-        # alone if s' is terminal.
+        # y = r + gamma (1 - terminated) (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), where
+        # a' ~ pi(. | s', z) and Q' are the targets.
         with torch.no_grad():
             next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
             next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
@@ -227,8 +230,8 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. (That
-        # changes nothing for critic_loss, whose graph is already recorded.)
+        # policy alone: z is detached, and the weights of the critics are constants in it. They must
+        # be learned again before `backward`, or critic_loss would not train them, either.
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
@@ -246,12 +249,13 @@ class PEARL(trmrl.Agent):
         # normalised anew whenever they are drawn.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
-        iterations = self.remember(buffer)  # so far
+        self.remember(buffer)
 
-        totals = 0.0
+        iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
+        totals = 0.0  # becomes a tensor, which stays on the GPU
         for _ in range(config.updates):
-            context, batch, next_batch = self.sample_replay(iterations, generator)
-            loss, metrics = self.loss(context, batch, next_batch, generator)
+            context, steps, next_steps = self.sample_replay(iterations, generator)
+            loss, metrics = self.loss(context, steps, next_steps, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
@@ -268,29 +272,26 @@ class PEARL(trmrl.Agent):
     # ---- The replay ------------------------------------------------------------------------------
 
     def remember(self, buffer):
-        """Add trials to the replay: self.replay in memory, replay.bin in the run folder.
+        """Add trials to the replay: the last K iterations are in self.replay, all in replay.bin.
 
-        Memory keeps the last K iterations, the file all of them. The checkpoint says how many of
-        the file's iterations are valid; what a run wrote between its last checkpoint and a crash
-        is cut off here. Returns how many iterations it has remembered so far.
+        The checkpoint says how many of the file's iterations are valid; what a run wrote between
+        its last checkpoint and a crash is cut off here.
         """
         trials = self.pack(buffer)
-        iterations = int(self.replay_iterations)  # before this one
+        earlier = int(self.replay_iterations)
         file = self.folder / "replay.bin" if self.folder else None  # tests may have no run folder
         if self.replay is None:  # only now are the shapes known
-            size = min(self.config.replay_size, self.config.total_steps)
-            K = math.ceil(size / buffer.reward.numel())  # a run, too, rounds its steps up
+            K = math.ceil(self.config.replay_size / buffer.reward.numel())
             self.replay = trials.new_zeros(K, *trials.shape)
-            if iterations > 0:  # after --resume
-                self.read_replay(file, iterations)
+            if earlier > 0:  # after --resume
+                self.read_replay(file, earlier)
 
-        self.replay[iterations % len(self.replay)] = trials
+        self.replay[earlier % len(self.replay)] = trials
         self.replay_iterations += 1
         if file:
             with open(file, "ab") as stream:
-                stream.truncate(iterations * trials.nbytes)
+                stream.truncate(earlier * trials.nbytes)
                 stream.write(trials.cpu().numpy().tobytes())
-        return iterations + 1
 
     def read_replay(self, file, iterations):
         """Read the last K iterations back from the file."""
@@ -305,7 +306,7 @@ class PEARL(trmrl.Agent):
     def sample_replay(self, iterations, generator):
         """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones.
 
-        Each trial is a task of its own. All draws are with replacement.
+        All draws are with replacement.
         """
         config = self.config
         M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
@@ -317,7 +318,7 @@ class PEARL(trmrl.Agent):
         # M trials. The square prefers recent ones: half of the draws fall in the most recent
         # quarter.
         age = (uniform(M, 1).square() * min(iterations, K)).long()
-        index = (iterations - 1 - age) % K  # (M, 1)
+        slot = (iterations - 1 - age) % K  # (M, 1)
         row = (uniform(M, 1) * R).long()  # (M, 1)
 
         # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
@@ -326,7 +327,7 @@ class PEARL(trmrl.Agent):
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()
-        return tuple(self.replay[index, row, step] for step in (t_context, t, t + 1))
+        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
 
     def pack(self, buffer):
         """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""

@@ -565,7 +565,7 @@ def test_recent_trials_are_drawn_more_often():
 
 
 def test_the_replay_keeps_the_last_iterations():
-    agent = make_agent(PEARL, total_steps=320)  # two iterations of 4 rows and 40 steps
+    agent = make_agent(PEARL, replay_size=320)  # two iterations of 4 rows and 40 steps
     buffers = [trmrl.Buffer(4, 40, (2, 2, 1), torch.Generator()) for _ in range(3)]
     for i, buffer in enumerate(buffers):
         buffer.reward[:] = i
