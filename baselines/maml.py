@@ -2,8 +2,8 @@
 """MAML: "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks" (Finn et al. 2017).
 
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. In
-the exploring phase of a trial, the agent acts with theta for E - 1 episodes. In the adapted phase,
-it acts with theta', the result of one inner step on what it has seen:
+the exploring phase of a trial, its first E - 1 episodes, the agent acts with theta. In the adapted
+phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
@@ -22,11 +22,12 @@ progress.csv both sample.) It adapts little in our runs: see docs/results.md.
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one.
-  We have E - 1 (two by default) and one; if the ant falls early, more adapted ones fill the row.
-  They have 40 tasks per iteration, we have 20 (on ML45, 45).
+  We have E - 1 (by default two) for the inner step and one for the outer one; where the ant falls
+  early, further adapted episodes fill the row. They have 40 tasks per iteration, we have 20 (on
+  ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
-  to each task (see the last section).
+  to each task (see Phase).
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
 - TRPO has a larger KL bound and more damping than in their code.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
@@ -84,14 +85,11 @@ class Config(trmrl.Config):
         super().__post_init__()
 
 
-# ---- Policy and agent ----------------------------------------------------------------------------
-#
-# A Phase (last section) cuts the steps of one phase out of a buffer, and its method to_experience
-# makes of them what a policy gradient needs.
+# ---- The phases of a trial -----------------------------------------------------------------------
 
 
 class Experience(NamedTuple):
-    """The steps of one phase of R rows.
+    """What a policy gradient needs of one phase of R rows.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
     early. To save time we keep only the C columns that at least one row uses; where a row does not
@@ -105,217 +103,23 @@ class Experience(NamedTuple):
     share: torch.Tensor  # (R, C), of a step in the mean over its row: they sum to 1
 
 
-class MAML(trmrl.Agent):
-    """A policy that one gradient step adapts to a new task."""
-
-    name = "maml"
-    command = "python -m baselines.maml"
-    Config = Config
-
-    def __init__(self, config, sizes):
-        S, _, _ = sizes
-        super().__init__(config, sizes, e_size=S)
-        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
-        self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
-        # The weights of the baseline, (phases, D): policies and returns differ between phases.
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
-
-    @property
-    def theta(self):
-        """The initial weights as one vector, (P,)."""
-        return nn.utils.parameters_to_vector(self.parameters()).detach()
-
-    def policy(self, weights, state):
-        """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
-        # parameters() yields log_std first, then those of the policy head.
-        log_std, *head = weights.split([p.numel() for p in self.parameters()])
-        pairs = zip(self.policy_head.named_parameters(), head)
-        named_weights = {name: part.view_as(p) for (name, p), part in pairs}
-        return functional_call(self.policy_head, named_weights, (state,)), log_std
-
-    def J(self, weights, experience):
-        """An estimate of how much better a policy is on one row than the old one, which acted:
-
-            J = mean of advantage * pi(a | s) / pi_old(a | s)    (0 for the old policy)
-
-        In the inner step, Finn et al. take the mean of advantage * log pi. At theta, where pi is
-        pi_old, its gradient is the same, but its second derivative differs, and this is part of the
-        outer gradient. By the chain rule, the gradient of J_adapted(theta') by theta is
-
-            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
-            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
-
-        Theirs lacks the last term, which credits an exploring action for its own part of the inner
-        step: the action becomes likelier if advantage * grad log pi has a positive product with
-        grad J_adapted(theta'). An action also changes which states and rewards follow, and so the
-        rest of the step. Our J ignores that: it is biased, but less noisy than the full gradient,
-        as in the inner step of ProMP (Rothfuss et al. 2019).
-        """
-        mean, log_std = self.policy(weights, experience.state)
-        log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
-        ratio = (log_prob - experience.old_log_prob).exp()
-        return (experience.share * experience.advantage * ratio).sum()
-
-    def adapt(self, theta, experience):
-        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
-        # theta is shared (None), the experience is split by row (0). This grad works even where
-        # gradients are switched off, as when the agent acts.
-        gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
-        return theta + self.config.inner_lr * gradient
-
-    def new_buffer(self, rows, steps, generator):
-        buffer = super().new_buffer(rows, steps, generator)
-        buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
-        return buffer
-
-    def act(self, buffer, t, sample):
-        """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
-        done = buffer.eta[:, :t] > 0  # (R, t)
-        episode = done.sum(dim=1)  # (R,)
-
-        # The inner step of the rows whose last exploring episode ended with the previous step. All
-        # their steps so far are exploring ones.
-        just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
-        ready = just_ended & (episode == self.num_exploring)
-        if ready.any():
-            steps_so_far = torch.ones_like(done[ready])
-            exploring_phase = Phase(self.config, buffer, mask=steps_so_far, rows=ready)
-            experience = exploring_phase.to_experience(self.betas[EXPLORING])
-            buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
-
-        # Every row acts with its own weights.
-        mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        explores = episode < self.num_exploring
-        noise = buffer.noise[:, t] * (explores | sample)[:, None]
-        action = mean + log_std.exp() * noise
-        return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
-
-    def update(self, buffer, optimizer, generator):
-        """One outer step, by TRPO; the optimizer and the generator are not used.
-
-        maximise  J_adapted(theta'), averaged over tasks
-        within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
-
-        Both are functions of theta, on the experience that was collected with the present theta.
-        """
-        done = buffer.eta.long()
-        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < self.num_exploring
-        exploring_phase = Phase(self.config, buffer, mask=explores)
-        adapted_phase = Phase(self.config, buffer, mask=~explores)
-        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING])
-        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED])
-
-        # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it. At the present theta it gives the policies that acted, but for rounding.
-        def theta_prime(theta):
-            return self.adapt(theta, exploring_experience)
-
-        def policies(weights):
-            """Mean (R, C, A) and log_std (R, A) of the weights (R, P)."""
-            return vmap(self.policy)(weights, adapted_experience.state)
-
-        old_policies = policies(theta_prime(self.theta))
-        share = adapted_experience.share
-
-        def objective(theta):
-            return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
-
-        def kl(theta):
-            new_policies = policies(theta_prime(theta))
-            return vmap(kl_divergence)(*old_policies, *new_policies, share).mean()
-
-        new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
-        nn.utils.vector_to_parameters(new_theta, self.parameters())
-
-        # Fit the value baselines for the next batch and meta-test. States are normalised with the
-        # old statistics here and with the new ones there, which matters only early in training.
-        self.betas[EXPLORING] = exploring_phase.fit_baseline()
-        self.betas[ADAPTED] = adapted_phase.fit_baseline()
-        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
-
-        returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
-        return metrics | {
-            "return_before": returns[:, 0].mean(),  # of the first exploring episode
-            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
-            "std": self.log_std.exp().mean().item(),
-            "updates": 1,
-        }
-
-
-# ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
-
-
-def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
-    """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
-    # E[(a - new_mean)^2] of old actions a
-    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
-    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
-    return (share * kl.sum(dim=-1)).sum()
-
-
-def conjugate_gradients(H_times, b):
-    """Solve H x = b approximately, where H_times(v) is H v."""
-    x, residual, direction = torch.zeros_like(b), b, b
-    for _ in range(CG_ITERATIONS):
-        H_direction = H_times(direction)
-        old_square = residual.dot(residual)
-        step_size = old_square / (direction.dot(H_direction) + 1e-20)  # the residual may be 0
-        x = x + step_size * direction
-        residual = residual - step_size * H_direction
-        direction = residual + residual.dot(residual) / (old_square + 1e-20) * direction
-    return x
-
-
-def trpo_step(objective, kl, theta, max_kl):
-    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
-
-    A small step x raises the objective by about g.x and the KL divergence, which is least (0) at
-    theta, by about x.Hx / 2: g is the gradient of the former, H the Hessian of the latter. Within
-    the bound the best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its
-    products with vectors; conjugate gradients need only a few. Estimated from few steps, H is
-    nearly zero along many directions, in which x would go far: we add DAMPING to its diagonal.
-    """
-    g = grad(objective)(theta)
-    # Without this check, the line search would keep theta and say nothing.
-    if not g.isfinite().all():
-        raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
-    _, v_times_H = vjp(grad(kl), theta)  # v -> (v.H,), and v.H is H v, as H is symmetric
-    H_inverse_g = conjugate_gradients(lambda v: v_times_H(v)[0] + DAMPING * v, g)
-    step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
-
-    # Both approximations hold near theta only: shorten the step until it really stays within the
-    # bound and improves the objective.
-    before = objective(theta)
-    for fraction in STEP_FRACTIONS:
-        candidate = theta + fraction * step
-        gain = (objective(candidate) - before).item()
-        divergence = kl(candidate).item()
-        if gain > 0 and divergence <= max_kl:
-            return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
-    return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
-
-
-# ---- Phases and the value baseline ---------------------------------------------------------------
-#
-# Details of the value baseline, which you can skip at first:
-#
-#     V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
-#
-# The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
-# the product of m and s. The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted to
-# our one or two, it would explain the noise away, so we fit it to all tasks of the last batch. m is
-# a hint of the task: a velocity, say, is worth more in one task than in another. Since m depends on
-# the actions, such a baseline biases the gradient slightly. (On MetaWorld, test episodes are longer
-# than those of training, so the baseline of the test's inner step extrapolates in time.)
-
-
 class Phase:
-    """The steps of one phase, where mask is true; `act` passes some rows and the steps so far."""
+    """R rows of a buffer, with a mask of the steps that belong to one phase.
+
+    Its advantages are those of a value baseline (details, which you can skip at first):
+
+        V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
+
+    The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
+    the product of m and s. The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted
+    to our one or two, it would explain the noise away, so we fit it to all tasks of the last batch.
+    m is a hint of the task: a velocity, say, is worth more in one task than in another. Since m
+    depends on the actions, such a baseline biases the gradient. (On MetaWorld, test episodes are
+    longer than those of training, so the baseline of the test's inner step extrapolates in time.)
+    """
 
     def __init__(self, config, buffer, mask, rows=slice(None)):
-        T = mask.shape[1]
+        T = mask.shape[1]  # in `act`, the steps so far
         self.config = config
         self.mask = mask  # (R, T)
         self.state = buffer.state[rows, :T]
@@ -327,12 +131,13 @@ class Phase:
         # would join those of a row). The last step counts as an end even if its episode goes on.
         self.ends = buffer.eta[rows, :T] > 0
         self.ends[:, -1] = True
-        self.count = mask.sum(dim=1, keepdim=True)  # steps of the phase, (R, 1)
-        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / self.count  # m, (R, 1)
+        self.num_steps = mask.sum(dim=1, keepdim=True)  # of the phase, (R, 1)
+        sum_of_rewards = (self.reward * mask).sum(dim=1, keepdim=True)
+        self.mean_reward = sum_of_rewards / self.num_steps  # m, (R, 1)
 
     def to_experience(self, beta):
         """Advantages are relative to the value baseline whose weights are beta (D,)."""
-        share = self.mask / self.count
+        share = self.mask / self.num_steps
         advantage = self.advantages(beta, self.config.gae_lambda)
         advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
         variance = (share * advantage**2).sum(dim=1, keepdim=True)
@@ -374,6 +179,201 @@ class Phase:
         y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
+
+
+# ---- The agent -----------------------------------------------------------------------------------
+
+
+class MAML(trmrl.Agent):
+    """A policy that one gradient step adapts to a new task."""
+
+    name = "maml"
+    command = "python -m baselines.maml"
+    Config = Config
+
+    def __init__(self, config, sizes):
+        S, _, _ = sizes
+        super().__init__(config, sizes, e_size=S)
+        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
+        self.scored_episode = config.episodes_per_trial  # the first after the inner step
+        self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
+        # The weights of the baseline, (phases, D): policies and returns differ between phases.
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
+
+    @property
+    def theta(self):
+        """The initial weights as one vector, (P,)."""
+        return nn.utils.parameters_to_vector(self.parameters()).detach()
+
+    def policy(self, weights, state):
+        """Mean (..., A) and log_std (A,) of the policy whose weights are (P,)."""
+        # parameters() yields log_std first, then those of the policy head.
+        log_std, *head = weights.split([p.numel() for p in self.parameters()])
+        pairs = zip(self.policy_head.named_parameters(), head)
+        named_weights = {name: part.view_as(p) for (name, p), part in pairs}
+        return functional_call(self.policy_head, named_weights, (state,)), log_std
+
+    def J(self, weights, experience):
+        """An estimate of how much better a policy is on one row than the old one, which acted:
+
+            J = mean of advantage * pi(a | s) / pi_old(a | s)
+
+        It is 0 for the old policy, because advantages have mean 0. In the inner step, Finn et al.
+        take the mean of advantage * log pi. At theta, where pi is pi_old, its gradient is the same.
+        But its second derivative differs, and it enters the outer gradient: by the chain rule, the
+        gradient of J_adapted(theta') by theta is
+
+            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
+            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
+
+        Theirs lacks the last term, which credits an exploring action for its own part of the inner
+        step: the action becomes likelier if advantage * grad log pi has a positive product with
+        grad J_adapted(theta'). An exploring action also changes later states and rewards, from
+        which the inner step learns. grad^2 J leaves that out, so the outer gradient is biased, but
+        less noisy, as in ProMP (Rothfuss et al. 2019).
+        """
+        mean, log_std = self.policy(weights, experience.state)
+        log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
+        ratio = (log_prob - experience.old_log_prob).exp()
+        return (experience.share * experience.advantage * ratio).sum()
+
+    def adapt(self, theta, experience):
+        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
+        # theta is shared (None), the experience is split by row (0). This grad works even where
+        # gradients are switched off, as when the agent acts.
+        gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
+        return theta + self.config.inner_lr * gradient
+
+    def new_buffer(self, rows, steps, generator):
+        buffer = super().new_buffer(rows, steps, generator)
+        buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
+        return buffer
+
+    def act(self, buffer, t, sample):
+        """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
+        done = buffer.eta[:, :t] > 0  # (R, t)
+        episode = done.sum(dim=1)  # (R,)
+
+        # The inner step of the rows whose last exploring episode ended with the previous step. All
+        # their steps so far are exploring ones.
+        just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
+        ready = just_ended & (episode == self.num_exploring)
+        if ready.any():
+            all_steps = torch.ones_like(done[ready])
+            exploring_phase = Phase(self.config, buffer, mask=all_steps, rows=ready)
+            experience = exploring_phase.to_experience(self.betas[EXPLORING])
+            buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
+
+        # Every row acts with its own weights.
+        mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
+        explores = episode < self.num_exploring
+        noise = buffer.noise[:, t] * (explores | sample)[:, None]
+        action = mean + log_std.exp() * noise
+        return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
+
+    def update(self, buffer, optimizer, generator):
+        """One outer step, by TRPO; the optimizer and the generator are not used.
+
+        maximise  J_adapted(theta'), averaged over tasks
+        within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
+
+        Both are functions of theta, on the experience collected with the present theta and theta'.
+        """
+        done = buffer.eta.long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        explores = episode < self.num_exploring
+        exploring_phase = Phase(self.config, buffer, mask=explores)
+        adapted_phase = Phase(self.config, buffer, mask=~explores)
+        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING])
+        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED])
+
+        # The inner step of `act` once more, but as a function of theta: the outer gradient passes
+        # through it. At the present theta it gives the policies that acted, but for rounding.
+        def theta_prime(theta):
+            return self.adapt(theta, exploring_experience)
+
+        def policies(theta):
+            """Mean (R, C, A) and log_std (R, A) of the adapted policies."""
+            return vmap(self.policy)(theta_prime(theta), adapted_experience.state)
+
+        old_policies = policies(self.theta)
+        share = adapted_experience.share
+
+        def objective(theta):
+            return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
+
+        def kl(theta):
+            return vmap(kl_divergence)(*old_policies, *policies(theta), share).mean()
+
+        new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
+        nn.utils.vector_to_parameters(new_theta, self.parameters())
+
+        # Fit the value baselines for the next batch and meta-test. States are normalised with the
+        # old statistics here and with the new ones there, which matters only early in training.
+        self.betas[EXPLORING] = exploring_phase.fit_baseline()
+        self.betas[ADAPTED] = adapted_phase.fit_baseline()
+        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
+
+        returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
+        return metrics | {
+            "return_before": returns[:, 0].mean(),  # of the first exploring episode
+            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
+            "std": self.log_std.exp().mean().item(),
+            "updates": 1,
+        }
+
+
+# ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
+
+
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
+    """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
+    # E[(a - new_mean)^2] of actions a of the old policy
+    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
+    return (share * kl.sum(dim=-1)).sum()
+
+
+def conjugate_gradients(H_times, b):
+    """Solve H x = b approximately, where H_times(v) is H v."""
+    x, residual, direction = torch.zeros_like(b), b, b
+    for _ in range(CG_ITERATIONS):
+        H_direction = H_times(direction)
+        old_square = residual.dot(residual)
+        step_size = old_square / (direction.dot(H_direction) + 1e-20)  # the residual may be 0
+        x = x + step_size * direction
+        residual = residual - step_size * H_direction
+        direction = residual + residual.dot(residual) / (old_square + 1e-20) * direction
+    return x
+
+
+def trpo_step(objective, kl, theta, max_kl):
+    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
+
+    For a small step x, the objective rises by about g.x (g: its gradient), and the KL divergence,
+    which is 0 and least at theta, becomes about x.Hx / 2 (H: its Hessian). Within the bound, the
+    best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products with
+    vectors; conjugate gradients need only a few. H is nearly zero along many directions, in which
+    x would go far, so we add DAMPING to its diagonal.
+    """
+    g = grad(objective)(theta)
+    # Without this check, the line search would keep theta and say nothing.
+    if not g.isfinite().all():
+        raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
+    _, v_times_H = vjp(grad(kl), theta)  # v -> (v.H,), and v.H is H v, as H is symmetric
+    H_inverse_g = conjugate_gradients(lambda v: v_times_H(v)[0] + DAMPING * v, g)
+    step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
+
+    # Both approximations hold near theta only: shorten the step until it really stays within the
+    # bound and improves the objective.
+    before = objective(theta)
+    for fraction in STEP_FRACTIONS:
+        candidate = theta + fraction * step
+        gain = (objective(candidate) - before).item()
+        divergence = kl(candidate).item()
+        if gain > 0 and divergence <= max_kl:
+            return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
+    return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ posterior near the prior. The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main differences from the paper (the others are in docs/differences.md):
+The main differences from the paper (more are in docs/differences.md):
 
 - The paper visits 100 fixed half-cheetah velocities again and again; it draws contexts from a
   task's recent data, RL batches from all of it. Here tasks are drawn anew in every iteration, so a
@@ -87,7 +87,7 @@ class Config(trmrl.Config):
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
-            # `update` would not average over processes.
+            # All processes would write the same replay.bin.
             raise trmrl.UserError("pearl runs in one process; start it without torchrun")
         super().__post_init__()
 
@@ -134,7 +134,8 @@ class PEARL(trmrl.Agent):
     def posterior(self, state, action, reward):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
-        When acting, the M trials are the rows in which an episode begins.
+        When acting, the M trials are the rows in which an episode begins, and C is the number of
+        all steps so far.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -158,8 +159,8 @@ class PEARL(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum [log N(u; mean, std^2) - log slope], slope = 1 - tanh(u)^2. The logarithm
-        # stays finite in this form: slope = 4 / (e^u + e^-u)^2, log(e^u + e^-u) = u + softplus(-2 u).
+        # log pi(a) = sum [log N(u; mean, std^2) - log slope] with slope = 1 - tanh(u)^2, which is
+        # 4 / (e^u + e^-u)^2: its logarithm stays finite with log(e^u + e^-u) = u + softplus(-2 u).
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -196,12 +197,12 @@ class PEARL(trmrl.Agent):
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
-        noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
+        noise = buffer.noise[:, t] * sample
         action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
     def loss(self, context, steps, next_steps, generator):
-        """The loss (Algorithm 1 of the paper) of what sample_replay returns, and metrics."""
+        """The loss (Algorithm 1 of Rakelly et al.) of what sample_replay returns, and metrics."""
         state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
         next_state = self.unpack(next_steps)[0]
 
@@ -230,8 +231,8 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. They must
-        # be learned again before `backward`, or critic_loss would not train them, either.
+        # policy alone: z is detached, and the weights of the critics are constants in it. Their
+        # requires_grad is on again before `backward`, or critic_loss would not train them, either.
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
@@ -245,8 +246,8 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The normalizer is updated first (in PPO last): the replay holds raw states, which are
-        # normalised anew whenever they are drawn.
+        # The normalizer is updated first: the replay holds raw states, which are normalised anew
+        # whenever they are drawn. (PPO, which compares with what the agent saw, updates it last.)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)
