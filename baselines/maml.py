@@ -7,17 +7,17 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J estimates how well a policy does in a phase (see MAML.J). Meta-training maximises
-J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
-derivatives. TRPO chooses the outer step: roughly the best one for which the KL divergence between
-old and new adapted policies, averaged over tasks, stays within a bound.
+J estimates how much better a policy does in a phase than the one that acted (see MAML.J).
+Meta-training maximises J_adapted(theta'), so the outer gradient passes through the inner step: MAML
+needs second derivatives. TRPO chooses the outer step: roughly the best one for which the KL
+divergence between old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step compares actions that differ by chance, so the agent
 samples while it explores, even in a meta-test that otherwise takes mean actions. (So a return may
 rise at the inner step only because the sampling stops; `return_before` and `return_after` in
-progress.csv both sample.) It adapts little in our runs: see docs/results.md.
+progress.csv both sample.) Our MAML adapts little: see docs/results.md.
 
 Differences from Finn et al.:
 
@@ -55,12 +55,12 @@ from trmrl import setting
 EXPLORING, ADAPTED = 0, 1  # the two phases, as rows of betas
 RIDGE = 1e-3  # of the value baseline: the penalty of its squared weights
 CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # of TRPO (see trpo_step)
+DAMPING = 0.3  # of TRPO: added to the diagonal of the Hessian of the KL divergence
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 # Two exploring episodes and an adapted one. Adam, which every Run builds, is not used: lr is 0,
-# also in progress.csv. On the half-cheetah, the policy gradient is noisy, so we take more
-# environment steps than TrMRL and explore more; the value baseline is crude, so lambda is higher.
+# also in progress.csv. On the half-cheetah: more environment steps and exploration than TrMRL's, as
+# the policy gradient is noisy, and a higher lambda, as the value baseline is crude.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
@@ -69,8 +69,8 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    of_ppo_and_adam = ("clip", "epochs", "minibatch", "max_grad_norm", "lr", "value_lr", "final_lr")
-    not_flags = (*NOT_FLAGS, *of_ppo_and_adam, "d_model")
+    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
+    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -106,7 +106,8 @@ class Experience(NamedTuple):
 class Phase:
     """R rows of a buffer, with a mask of the steps that belong to one phase.
 
-    Its advantages are those of a value baseline (details, which you can skip at first):
+    Skip the rest of this class at first; MAML needs only its method to_experience. Advantages are
+    relative to a value baseline:
 
         V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
 
@@ -136,7 +137,7 @@ class Phase:
         self.mean_reward = sum_of_rewards / self.num_steps  # m, (R, 1)
 
     def to_experience(self, beta):
-        """Advantages are relative to the value baseline whose weights are beta (D,)."""
+        """The steps of the phase, with standardised advantages; beta (D,) is of the baseline."""
         share = self.mask / self.num_steps
         advantage = self.advantages(beta, self.config.gae_lambda)
         advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
@@ -144,7 +145,7 @@ class Phase:
         advantage = advantage / (variance.sqrt() + 1e-8)
 
         experience = Experience(self.state, self.action, self.log_prob, advantage, share)
-        used = self.mask.any(dim=0)  # (T,); columns that no row uses are left out
+        used = self.mask.any(dim=0)  # (T,); the other columns are left out
         return Experience(*(x[:, used] for x in experience))
 
     def features(self):
@@ -163,8 +164,8 @@ class Phase:
         """GAE with the value baseline, (R, T)."""
         gamma = self.config.gamma
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit or the end of the row,
-        # the next state is not in this Phase: there we take V(s_t).
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer does not
+        # keep the next state: there, and at the end of a row, we take V(s_t).
         next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
@@ -196,7 +197,9 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, e_size=S)
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        self.value_head = nn.Identity()  # not used: a linear value baseline takes its place
+        # Agent.parameter_groups expects a value head. A value baseline takes its place, and as this
+        # one has no weights, theta is the policy alone.
+        self.value_head = nn.Identity()
         # The weights of the baseline, (phases, D): policies and returns differ between phases.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
 
@@ -226,11 +229,11 @@ class MAML(trmrl.Agent):
             (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
             grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
 
-        Theirs lacks the last term, which credits an exploring action for its own part of the inner
-        step: the action becomes likelier if advantage * grad log pi has a positive product with
-        grad J_adapted(theta'). An exploring action also changes later states and rewards, from
-        which the inner step learns. grad^2 J leaves that out, so the outer gradient is biased, but
-        less noisy, as in ProMP (Rothfuss et al. 2019).
+        With log pi, the last term would be missing. It credits an exploring action for its own part
+        of the inner step: the action becomes likelier if advantage * grad log pi has a positive
+        product with grad J_adapted(theta'). An exploring action also changes later states and
+        rewards, from which the inner step learns. grad^2 J leaves that out, so the outer gradient
+        is biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
         """
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
@@ -292,18 +295,18 @@ class MAML(trmrl.Agent):
         def theta_prime(theta):
             return self.adapt(theta, exploring_experience)
 
-        def policies(theta):
-            """Mean (R, C, A) and log_std (R, A) of the adapted policies."""
+        def adapted_policies(theta):
+            """Their mean (R, C, A) and log_std (R, A)."""
             return vmap(self.policy)(theta_prime(theta), adapted_experience.state)
 
-        old_policies = policies(self.theta)
+        old_policies = adapted_policies(self.theta)
         share = adapted_experience.share
 
         def objective(theta):
             return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
 
         def kl(theta):
-            return vmap(kl_divergence)(*old_policies, *policies(theta), share).mean()
+            return vmap(kl_divergence)(*old_policies, *adapted_policies(theta), share).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
@@ -350,11 +353,11 @@ def conjugate_gradients(H_times, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
-    For a small step x, the objective rises by about g.x (g: its gradient), and the KL divergence,
-    which is 0 and least at theta, becomes about x.Hx / 2 (H: its Hessian). Within the bound, the
-    best x is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products with
-    vectors; conjugate gradients need only a few. H is nearly zero along many directions, in which
-    x would go far, so we add DAMPING to its diagonal.
+    For a small step, the objective rises by about g.step (g: its gradient), and the KL divergence,
+    which is 0 and least at theta, becomes about step.H step / 2 (H: its Hessian). Within the bound,
+    the best step is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products
+    with vectors; conjugate gradients need only a few. H is nearly zero along many directions, in
+    which the step would go far, so we add DAMPING to its diagonal.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.

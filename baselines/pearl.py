@@ -20,10 +20,10 @@ posterior near the prior. The policy's gradient stops at z.
 The main differences from the paper (more are in docs/differences.md):
 
 - The paper visits 100 fixed half-cheetah velocities again and again; it draws contexts from a
-  task's recent data, RL batches from all of it. Here tasks are drawn anew in every iteration, so a
-  task has one trial: contexts come from the trial's first episodes (the authors: from those with z
-  from the prior), RL batches from the whole trial. Trials of recurring tasks (AntDir) are not
-  pooled. Recent trials are drawn more often.
+  task's recent data, RL batches from all of it. Here tasks are drawn anew in every iteration, and
+  every trial counts as a task of its own, even where tasks recur (AntDir, MetaWorld): contexts come
+  from the trial's first episodes (the authors: from those with z from the prior), RL batches from
+  the whole trial. Recent trials are drawn more often.
 - In training, a context has C random transitions. When the agent acts, it has all transitions so
   far, usually more than C, so the posterior is narrower than in training. The encoder does not see
   s', as by default in the authors' code (in the paper it does).
@@ -31,11 +31,11 @@ The main differences from the paper (more are in docs/differences.md):
   "Algorithms and Applications"), but a fixed weight alpha of the entropy. One Adam serves encoder,
   critics and policy.
 - Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
-  has a small weight, too: 2e-5 times the mean over tasks (the authors: 0.1 times the sum).
+  has a small weight, too: 2e-5 times the mean over trials (the authors: 0.1 times the sum).
 
 Shapes: M trials with B transitions each and C transitions of context; S, A and Z are the sizes of a
 state, an action and z; an iteration collects R rows of T steps, a row being a trial, and the replay
-keeps the last K iterations.
+in memory keeps the last K iterations.
 """
 
 import copy
@@ -53,7 +53,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# Three episodes, as a meta-test is scored on the third: it has two episodes of context.
+# Three episodes, as a meta-test is scored on the third, whose z comes from the first two.
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
@@ -76,7 +76,7 @@ class Config(trmrl.Config):
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
     meta_batch: int = setting("SAC", 16, "M, trials per gradient step", low=1)
     minibatch: int = setting("SAC", 512, "transitions per gradient step, of all trials", low=2)
-    context_size: int = setting("SAC", 64, "C, transitions of context per task", low=1)
+    context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     entropy_weight: float = setting(
         "SAC", 0.1, "weight of the entropy, for rewards of root mean square 1"
@@ -204,7 +204,7 @@ class PEARL(trmrl.Agent):
     def loss(self, context, steps, next_steps, generator):
         """The loss (Algorithm 1 of Rakelly et al.) of what sample_replay returns, and metrics."""
         state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
-        next_state = self.unpack(next_steps)[0]
+        next_state = self.unpack(next_steps)[0]  # the rest of them is not used
 
         # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
         # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
@@ -231,8 +231,8 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. Their
-        # requires_grad is on again before `backward`, or critic_loss would not train them, either.
+        # policy alone: z is detached, and the weights of the critics are constants in it. (Off
+        # only while this graph is built: `backward` skips weights whose requires_grad is off.)
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
@@ -316,7 +316,7 @@ class PEARL(trmrl.Agent):
         T = columns - 1
         uniform = partial(torch.rand, generator=generator, device=self.device)
 
-        # M trials. The square prefers recent ones: half of the draws fall in the most recent
+        # Draw M trials. The square prefers recent ones: half of the draws fall in the most recent
         # quarter.
         age = (uniform(M, 1).square() * min(iterations, K)).long()
         slot = (iterations - 1 - age) % K  # (M, 1)
