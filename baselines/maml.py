@@ -7,10 +7,11 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J estimates how much better a policy does in a phase than the one that acted (see MAML.J).
-Meta-training maximises J_adapted(theta'), so the outer gradient passes through the inner step: MAML
-needs second derivatives. TRPO chooses the outer step: roughly the best one for which the KL
-divergence between old and new adapted policies, averaged over tasks, stays within a bound.
+J is the objective of TRPO and PPO, the mean of advantage times probability ratio in a phase. For
+the policy that acted, grad J is the policy gradient. Meta-training maximises J_adapted(theta'), so
+the outer gradient passes through the inner step: MAML needs second derivatives. TRPO chooses the
+outer step: roughly the best one for which the KL divergence between old and new adapted policies,
+averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -27,7 +28,7 @@ Differences from Finn et al.:
   ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
-  to each task (see Phase).
+  to each task (see PhaseData).
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
 - TRPO has a larger KL bound and more damping than in their code.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
@@ -85,104 +86,22 @@ class Config(trmrl.Config):
         super().__post_init__()
 
 
-# ---- The phases of a trial -----------------------------------------------------------------------
+# ---- The agent -----------------------------------------------------------------------------------
 
 
 class Experience(NamedTuple):
-    """What a policy gradient needs of one phase of R rows.
+    """What a policy gradient needs of one phase of R rows. PhaseData, further down, makes it.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
     early. To save time we keep only the C columns that at least one row uses; where a row does not
-    use one of them, share is 0. Inside vmap, which maps a function over rows, the R is absent.
+    use one of them, share is 0. Inside vmap, the R is absent.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), standardised over the steps of each row
-    share: torch.Tensor  # (R, C), of a step in the mean over its row: they sum to 1
-
-
-class Phase:
-    """R rows of a buffer, with a mask of the steps that belong to one phase.
-
-    Skip the rest of this class at first; MAML needs only its method to_experience. Advantages are
-    relative to a value baseline:
-
-        V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
-
-    The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016), and
-    the product of m and s. The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted
-    to our one or two, it would explain the noise away, so we fit it to all tasks of the last batch.
-    m is a hint of the task: a velocity, say, is worth more in one task than in another. Since m
-    depends on the actions, such a baseline biases the gradient. (On MetaWorld, test episodes are
-    longer than those of training, so the baseline of the test's inner step extrapolates in time.)
-    """
-
-    def __init__(self, config, buffer, mask, rows=slice(None)):
-        T = mask.shape[1]  # in `act`, the steps so far
-        self.config = config
-        self.mask = mask  # (R, T)
-        self.state = buffer.state[rows, :T]
-        self.action = buffer.action[rows, :T]
-        self.log_prob = buffer.log_prob[rows, :T]
-        self.reward = buffer.reward[rows, :T]
-        self.terminated = buffer.terminated[rows, :T]
-        # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends
-        # would join those of a row). The last step counts as an end even if its episode goes on.
-        self.ends = buffer.eta[rows, :T] > 0
-        self.ends[:, -1] = True
-        self.num_steps = mask.sum(dim=1, keepdim=True)  # of the phase, (R, 1)
-        sum_of_rewards = (self.reward * mask).sum(dim=1, keepdim=True)
-        self.mean_reward = sum_of_rewards / self.num_steps  # m, (R, 1)
-
-    def to_experience(self, beta):
-        """The steps of the phase, with standardised advantages; beta (D,) is of the baseline."""
-        share = self.mask / self.num_steps
-        advantage = self.advantages(beta, self.config.gae_lambda)
-        advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
-        variance = (share * advantage**2).sum(dim=1, keepdim=True)
-        advantage = advantage / (variance.sqrt() + 1e-8)
-
-        experience = Experience(self.state, self.action, self.log_prob, advantage, share)
-        used = self.mask.any(dim=0)  # (T,); the other columns are left out
-        return Experience(*(x[:, used] for x in experience))
-
-    def features(self):
-        """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
-        t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        began = (self.ends * (t + 1)).cummax(dim=1).values.roll(1, dims=1)
-        began[:, 0] = 0
-        time = (t - began)[..., None] / 100
-
-        state_times_m = self.mean_reward[..., None] * self.state
-        time_features = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, state_times_m, *time_features], dim=-1)
-
-    def advantages(self, beta, lam):
-        """GAE with the value baseline, (R, T)."""
-        gamma = self.config.gamma
-        value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer does not
-        # keep the next state: there, and at the end of a row, we take V(s_t).
-        next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(self.terminated, 0.0)
-        return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
-
-    def fit_baseline(self):
-        """beta (D,) by ridge regression over the steps of the phase."""
-        X = self.features()[self.mask]  # (steps, D)
-        steps, D = X.shape
-        # The features must explain what m / (1 - gamma) does not. With beta = 0 and lambda = 1,
-        # advantages are discounted returns less m / (1 - gamma); after an end that is no
-        # termination, m is earned forever.
-        y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
-        ridge = RIDGE * torch.eye(D, device=X.device)
-        return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
-
-
-# ---- The agent -----------------------------------------------------------------------------------
+    advantage: torch.Tensor  # (R, C), standardised over the steps of the phase in each row
+    share: torch.Tensor  # (R, C), a step's weight in the mean over its row: 1 / steps, or 0
 
 
 class MAML(trmrl.Agent):
@@ -197,11 +116,11 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, e_size=S)
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        # Agent.parameter_groups expects a value head. A value baseline takes its place, and as this
-        # one has no weights, theta is the policy alone.
-        self.value_head = nn.Identity()
-        # The weights of the baseline, (phases, D): policies and returns differ between phases.
+        # A value baseline replaces the value head; its weights are betas (phases, D), as policies
+        # and returns differ between phases. Agent.parameter_groups still expects a head; this one
+        # has no weights, so theta is the policy alone.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
+        self.value_head = nn.Identity()
 
     @property
     def theta(self):
@@ -217,28 +136,24 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def J(self, weights, experience):
-        """An estimate of how much better a policy is on one row than the old one, which acted:
-
-            J = mean of advantage * pi(a | s) / pi_old(a | s)
-
-        It is 0 for the old policy, because advantages have mean 0. In the inner step, Finn et al.
-        take the mean of advantage * log pi. At theta, where pi is pi_old, its gradient is the same.
-        But its second derivative differs, and it enters the outer gradient: by the chain rule, the
-        gradient of J_adapted(theta') by theta is
-
-            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
-            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
-
-        With log pi, the last term would be missing. It credits an exploring action for its own part
-        of the inner step: the action becomes likelier if advantage * grad log pi has a positive
-        product with grad J_adapted(theta'). An exploring action also changes later states and
-        rewards, from which the inner step learns. grad^2 J leaves that out, so the outer gradient
-        is biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
-        """
+        """J of a policy on one row: the mean of advantage * pi(a | s) / pi_old(a | s)."""
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
         ratio = (log_prob - experience.old_log_prob).exp()
         return (experience.share * experience.advantage * ratio).sum()
+
+    # In the inner step, Finn et al. take the mean of advantage * log pi. At theta, where pi is
+    # pi_old, its gradient is the same, but its Hessian differs. By the chain rule, the Hessian
+    # enters the outer gradient, that of J_adapted(theta') with respect to theta:
+    #
+    #     (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
+    #     grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
+    #
+    # With log pi, the last term would be missing. It credits an exploring action for its own part
+    # of the inner step: the action becomes likelier if advantage * grad log pi has a positive
+    # product with grad J_adapted(theta'). An exploring action also changes later states and
+    # rewards, from which the inner step learns. This effect is left out, so the outer gradient is
+    # biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
 
     def adapt(self, theta, experience):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
@@ -263,8 +178,8 @@ class MAML(trmrl.Agent):
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
             all_steps = torch.ones_like(done[ready])
-            exploring_phase = Phase(self.config, buffer, mask=all_steps, rows=ready)
-            experience = exploring_phase.to_experience(self.betas[EXPLORING])
+            exploring_phase = PhaseData(self.config, buffer, mask=all_steps, rows=ready)
+            experience = exploring_phase.experience(self.betas[EXPLORING])
             buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
         # Every row acts with its own weights.
@@ -278,17 +193,17 @@ class MAML(trmrl.Agent):
         """One outer step, by TRPO; the optimizer and the generator are not used.
 
         maximise  J_adapted(theta'), averaged over tasks
-        within    KL(old policy of theta' || new one), averaged over tasks,  <=  max_kl
+        within    KL(old adapted policy || new one), averaged over tasks,  <=  max_kl
 
         Both are functions of theta, on the experience collected with the present theta and theta'.
         """
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < self.num_exploring
-        exploring_phase = Phase(self.config, buffer, mask=explores)
-        adapted_phase = Phase(self.config, buffer, mask=~explores)
-        exploring_experience = exploring_phase.to_experience(self.betas[EXPLORING])
-        adapted_experience = adapted_phase.to_experience(self.betas[ADAPTED])
+        exploring_phase = PhaseData(self.config, buffer, mask=explores)
+        adapted_phase = PhaseData(self.config, buffer, mask=~explores)
+        exploring_experience = exploring_phase.experience(self.betas[EXPLORING])
+        adapted_experience = adapted_phase.experience(self.betas[ADAPTED])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
@@ -326,6 +241,89 @@ class MAML(trmrl.Agent):
         }
 
 
+# ---- Advantages ----------------------------------------------------------------------------------
+
+
+class PhaseData:
+    """R rows of a buffer, with a mask of the steps that belong to one phase.
+
+    Advantages are relative to a value baseline, linear in its features:
+
+        V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
+
+    The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016) plus
+    m s: m is a hint of the task, and a velocity, say, is worth more in one task than in another.
+    The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted to our one or two, it
+    would overfit, so we fit it to all tasks of the last batch (in the first batch it is 0). Since m
+    depends on the actions, such a baseline biases the gradient.
+
+    On MetaWorld, test episodes are longer than those of training, so in a meta-test the baseline
+    extrapolates in time.
+    """
+
+    def __init__(self, config, buffer, mask, rows=slice(None)):
+        T = mask.shape[1]  # in `act`, the steps so far
+        self.config = config
+        self.mask = mask  # (R, T)
+        self.state = buffer.state[rows, :T]
+        self.action = buffer.action[rows, :T]
+        self.old_log_prob = buffer.log_prob[rows, :T]
+        self.reward = buffer.reward[rows, :T]
+        self.terminated = buffer.terminated[rows, :T]
+        # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends
+        # would join those of a row). The last step counts as an end even if its episode goes on.
+        self.ends = buffer.eta[rows, :T] > 0
+        self.ends[:, -1] = True
+        num_steps = mask.sum(dim=1, keepdim=True)  # of the phase, (R, 1)
+        self.share = mask / num_steps  # (R, T)
+        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / num_steps  # m, (R, 1)
+
+    def experience(self, beta):
+        """The steps of the phase, with standardised advantages; beta (D,) is of the baseline."""
+        advantage = self.advantages(beta, self.config.gae_lambda)
+        advantage = advantage - (self.share * advantage).sum(dim=1, keepdim=True)
+        variance = (self.share * advantage**2).sum(dim=1, keepdim=True)
+        advantage = advantage / (variance.sqrt() + 1e-8)
+
+        experience = Experience(self.state, self.action, self.old_log_prob, advantage, self.share)
+        used = self.mask.any(dim=0)  # (T,); the other columns are left out
+        return Experience(*(x[:, used] for x in experience))
+
+    def features(self):
+        """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""
+        # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
+        t = torch.arange(self.ends.shape[1], device=self.ends.device)
+        next_start = self.ends * (t + 1)  # 0 2 0 4
+        began = next_start.cummax(dim=1).values.roll(1, dims=1)
+        began[:, 0] = 0
+        time = (t - began)[..., None] / 100
+
+        state_times_m = self.mean_reward[..., None] * self.state
+        time_features = [time, time**2, time**3, torch.ones_like(time)]
+        return torch.cat([self.state, self.state**2, state_times_m, *time_features], dim=-1)
+
+    def advantages(self, beta, lam):
+        """GAE with the value baseline, (R, T)."""
+        gamma = self.config.gamma
+        value = self.mean_reward / (1 - gamma) + self.features() @ beta
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer does not
+        # keep the next state: there, and at the end of a row, we take V(s_t).
+        next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
+        next_value = next_value.masked_fill(self.terminated, 0.0)
+        return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
+
+    def fit_baseline(self):
+        """beta (D,) by ridge regression over the steps of the phase."""
+        X = self.features()[self.mask]  # (steps, D)
+        steps, D = X.shape
+        # The features must explain what m / (1 - gamma) does not. With beta = 0 and lambda = 1,
+        # advantages are discounted returns less m / (1 - gamma); after an end that is no
+        # termination, m is earned forever.
+        y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
+        ridge = RIDGE * torch.eye(D, device=X.device)
+        return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
+
+
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 
@@ -356,7 +354,7 @@ def trpo_step(objective, kl, theta, max_kl):
     For a small step, the objective rises by about g.step (g: its gradient), and the KL divergence,
     which is 0 and least at theta, becomes about step.H step / 2 (H: its Hessian). Within the bound,
     the best step is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products
-    with vectors; conjugate gradients need only a few. H is nearly zero along many directions, in
+    with vectors; conjugate gradients take CG_ITERATIONS. H is nearly zero along many directions, in
     which the step would go far, so we add DAMPING to its diagonal.
     """
     g = grad(objective)(theta)
@@ -368,7 +366,7 @@ def trpo_step(objective, kl, theta, max_kl):
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
-    # bound and improves the objective.
+    # bound and improves the objective. If none does, keep theta.
     before = objective(theta)
     for fraction in STEP_FRACTIONS:
         candidate = theta + fraction * step
