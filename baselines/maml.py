@@ -7,8 +7,8 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the objective of TRPO and PPO, the mean of advantage times probability ratio in a phase. For
-the policy that acted, grad J is the policy gradient. Meta-training maximises J_adapted(theta'), so
+J is the objective of TRPO, the mean of advantage times probability ratio in a phase. For the
+policy that acted, grad J is the policy gradient. Meta-training maximises J_adapted(theta'), so
 the outer gradient passes through the inner step: MAML needs second derivatives. TRPO chooses the
 outer step: roughly the best one for which the KL divergence between old and new adapted policies,
 averaged over tasks, stays within a bound.
@@ -16,9 +16,9 @@ averaged over tasks, stays within a bound.
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step compares actions that differ by chance, so the agent
-samples while it explores, even in a meta-test that otherwise takes mean actions. (So a return may
-rise at the inner step only because the sampling stops; `return_before` and `return_after` in
-progress.csv both sample.) Our MAML adapts little: see docs/results.md.
+samples while it explores, even in a meta-test that otherwise takes mean actions. There, the return
+may rise merely because the sampling stops; `return_before` and `return_after` in progress.csv are
+both sampled. Our MAML adapts little: see docs/results.md.
 
 Differences from Finn et al.:
 
@@ -30,7 +30,7 @@ Differences from Finn et al.:
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
   to each task (see PhaseData).
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
-- TRPO has a larger KL bound and more damping than in their code.
+- TRPO has a KL bound of 0.05 (theirs: 0.01) and more damping.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns are kept for a phase (see
@@ -60,10 +60,11 @@ DAMPING = 0.3  # of TRPO: added to the diagonal of the Hessian of the KL diverge
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 # Two exploring episodes and an adapted one. Adam, which every Run builds, is not used: lr is 0,
-# also in progress.csv. On the half-cheetah: more environment steps and exploration than TrMRL's, as
-# the policy gradient is noisy, and a higher lambda, as the value baseline is crude.
+# also in progress.csv.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
+# More steps and a larger std than TrMRL's, as the policy gradient is noisy, and a higher lambda, as
+# the value baseline is crude.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
 
 
@@ -90,18 +91,18 @@ class Config(trmrl.Config):
 
 
 class Experience(NamedTuple):
-    """What a policy gradient needs of one phase of R rows. PhaseData, further down, makes it.
+    """What J needs of one phase of R rows; PhaseData, further down, makes it.
 
     A phase may cover different columns of a buffer in different rows, because episodes may end
     early. To save time we keep only the C columns that at least one row uses; where a row does not
-    use one of them, share is 0. Inside vmap, the R is absent.
+    use one of them, share is 0. vmap splits all this by row: inside it, the R is absent.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), standardised over the steps of the phase in each row
-    share: torch.Tensor  # (R, C), a step's weight in the mean over its row: 1 / steps, or 0
+    share: torch.Tensor  # (R, C), a step's weight in the mean over the phase: 1 / steps, or 0
 
 
 class MAML(trmrl.Agent):
@@ -142,21 +143,21 @@ class MAML(trmrl.Agent):
         ratio = (log_prob - experience.old_log_prob).exp()
         return (experience.share * experience.advantage * ratio).sum()
 
-    # In the inner step, Finn et al. take the mean of advantage * log pi. At theta, where pi is
-    # pi_old, its gradient is the same, but its Hessian differs. By the chain rule, the Hessian
-    # enters the outer gradient, that of J_adapted(theta') with respect to theta:
-    #
-    #     (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
-    #     grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
-    #
-    # With log pi, the last term would be missing. It credits an exploring action for its own part
-    # of the inner step: the action becomes likelier if advantage * grad log pi has a positive
-    # product with grad J_adapted(theta'). An exploring action also changes later states and
-    # rewards, from which the inner step learns. This effect is left out, so the outer gradient is
-    # biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
-
     def adapt(self, theta, experience):
-        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
+        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
+
+        Finn et al. take the mean of advantage * log pi instead of J: the same gradient at theta,
+        but another Hessian, and so another outer gradient, which is by the chain rule
+
+            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
+            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
+
+        With log pi, the last term is missing. It credits an exploring action for its own part of
+        the inner step: the action becomes likelier if advantage * grad log pi has a positive
+        product with grad J_adapted(theta'). Neither version credits an action for the later states
+        and rewards that it causes, and that the inner step learns from. So the outer gradient is
+        biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
+        """
         # theta is shared (None), the experience is split by row (0). This grad works even where
         # gradients are switched off, as when the agent acts.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
@@ -215,13 +216,13 @@ class MAML(trmrl.Agent):
             return vmap(self.policy)(theta_prime(theta), adapted_experience.state)
 
         old_policies = adapted_policies(self.theta)
-        share = adapted_experience.share
 
         def objective(theta):
             return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
 
         def kl(theta):
-            return vmap(kl_divergence)(*old_policies, *adapted_policies(theta), share).mean()
+            policies = *old_policies, *adapted_policies(theta)
+            return vmap(kl_divergence)(*policies, adapted_experience.share).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
@@ -250,6 +251,8 @@ class PhaseData:
     Advantages are relative to a value baseline, linear in its features:
 
         V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
+
+    The first term is the value of earning m forever; the second one corrects it.
 
     The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016) plus
     m s: m is a hint of the task, and a velocity, say, is worth more in one task than in another.
@@ -307,7 +310,7 @@ class PhaseData:
         gamma = self.config.gamma
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit, the buffer does not
-        # keep the next state: there, and at the end of a row, we take V(s_t).
+        # keep the next state: there and, for simplicity, at the end of a row, we take V(s_t).
         next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
@@ -351,18 +354,22 @@ def conjugate_gradients(H_times, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
-    For a small step, the objective rises by about g.step (g: its gradient), and the KL divergence,
-    which is 0 and least at theta, becomes about step.H step / 2 (H: its Hessian). Within the bound,
-    the best step is sqrt(2 max_kl / g.H^-1 g) H^-1 g. Writing down H would take P of its products
-    with vectors; conjugate gradients take CG_ITERATIONS. H is nearly zero along many directions, in
-    which the step would go far, so we add DAMPING to its diagonal.
+    For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
+    which is 0 and least at theta, becomes about x^T H x / 2 (H: its Hessian). Within the bound, the
+    best x is sqrt(2 max_kl / g^T H^-1 g) H^-1 g. Writing down H would take P of its products with
+    vectors; conjugate gradients take CG_ITERATIONS. H is nearly zero along many directions, in
+    which x would go far, so we add DAMPING to its diagonal.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
-    _, v_times_H = vjp(grad(kl), theta)  # v -> (v.H,), and v.H is H v, as H is symmetric
-    H_inverse_g = conjugate_gradients(lambda v: v_times_H(v)[0] + DAMPING * v, g)
+    _, v_times_H = vjp(grad(kl), theta)  # v -> (v^T H,)
+
+    def H_times(v):
+        return v_times_H(v)[0] + DAMPING * v  # H is symmetric: v^T H is H v
+
+    H_inverse_g = conjugate_gradients(H_times, g)
     step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
