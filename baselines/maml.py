@@ -7,35 +7,35 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the objective of TRPO, the mean of advantage times probability ratio in a phase. For the
-policy that acted, grad J is the policy gradient. Meta-training maximises J_adapted(theta'), so
-the outer gradient passes through the inner step: MAML needs second derivatives. TRPO chooses the
-outer step: roughly the best one for which the KL divergence between old and new adapted policies,
-averaged over tasks, stays within a bound.
+J is the objective of TRPO, the mean of advantage times probability ratio in a phase. At the weights
+that acted, the ratio is 1 and grad J is the policy gradient. Meta-training maximises
+J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
+derivatives. TRPO chooses the outer step: roughly the best one for which the KL divergence between
+old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. The inner step compares actions that differ by chance, so the agent
-samples while it explores, even in a meta-test that otherwise takes mean actions. There, the return
-may rise merely because the sampling stops; `return_before` and `return_after` in progress.csv are
-both sampled. Our MAML adapts little: see docs/results.md.
+samples while it explores, even in a meta-test that otherwise takes mean actions. In such a test the
+return may rise after the inner step merely because the sampling stops; `return_before` and
+`return_after` in progress.csv are both sampled. docs/results.md says how much ours adapts.
 
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one.
-  We have E - 1 (by default two) for the inner step and one for the outer one; where the ant falls
-  early, further adapted episodes fill the row. They have 40 tasks per iteration, we have 20 (on
-  ML45, 45).
+  We have E - 1 (by default two) for the inner step and one for the outer one. (A row has a fixed
+  length: where the ant falls early, further adapted episodes fill it.) They have 40 tasks per
+  iteration, we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
-  to each task (see PhaseData).
-- J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.J).
-- TRPO has a KL bound of 0.05 (theirs: 0.01) and more damping.
+  to each task (see Phase).
+- J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.adapt).
+- TRPO has a KL bound of 0.05 and a damping of 0.3 (theirs: 0.01 and 1e-5).
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
-Shapes: R rows of T steps, each row the episodes of one task; C columns are kept for a phase (see
-Experience); S and A, the sizes of a state and an action; P weights of the policy, log_std included,
-as one vector; D features of the value baseline.
+Shapes: R rows of T steps, each row the episodes of one task; C of the T columns, those that a phase
+uses; S and A, the sizes of a state and an action; P weights of the policy, log_std included, as one
+vector; D features of the value baseline.
 """
 
 import sys
@@ -59,8 +59,11 @@ CG_ITERATIONS = 10  # of conjugate gradients
 DAMPING = 0.3  # of TRPO: added to the diagonal of the Hessian of the KL divergence
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
-# Two exploring episodes and an adapted one. Adam, which every Run builds, is not used: lr is 0,
-# also in progress.csv.
+# Settings without a meaning here, most of them of PPO and its Adam. (Every Run builds an Adam; here
+# its lr is 0, also in progress.csv.)
+UNUSED = "d_model clip epochs minibatch lr value_lr final_lr max_grad_norm".split()
+
+# Two exploring episodes and an adapted one.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # More steps and a larger std than TrMRL's, as the policy gradient is noisy, and a higher lambda, as
@@ -71,8 +74,7 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model", "clip", "epochs", "minibatch")
-    not_flags += ("lr", "value_lr", "final_lr", "max_grad_norm")
+    not_flags = (*NOT_FLAGS, *UNUSED)
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this puts the E episodes of a trial into one row.
@@ -91,11 +93,11 @@ class Config(trmrl.Config):
 
 
 class Experience(NamedTuple):
-    """What J needs of one phase of R rows; PhaseData, further down, makes it.
+    """What J needs of one phase: bare tensors, which vmap can split by row (then R is absent).
 
-    A phase may cover different columns of a buffer in different rows, because episodes may end
-    early. To save time we keep only the C columns that at least one row uses; where a row does not
-    use one of them, share is 0. vmap splits all this by row: inside it, the R is absent.
+    Phase, further down, computes them. A phase may cover different columns of a buffer in different
+    rows, because episodes may end early. To save time we keep only the C columns that at least one
+    row uses; where a row does not use one of them, share is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -117,11 +119,10 @@ class MAML(trmrl.Agent):
         super().__init__(config, sizes, e_size=S)
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
-        # A value baseline replaces the value head; its weights are betas (phases, D), as policies
-        # and returns differ between phases. Agent.parameter_groups still expects a head; this one
-        # has no weights, so theta is the policy alone.
+        # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
+        # Its weights are betas (phases, D), as policies and returns differ between phases.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
-        self.value_head = nn.Identity()
+        self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
     @property
     def theta(self):
@@ -146,20 +147,24 @@ class MAML(trmrl.Agent):
     def adapt(self, theta, experience):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
 
-        Finn et al. take the mean of advantage * log pi instead of J: the same gradient at theta,
-        but another Hessian, and so another outer gradient, which is by the chain rule
+        By the chain rule, the outer gradient, that of J_adapted(theta') with respect to theta, is
 
-            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta'),    where
-            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T) at pi_old.
+            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta').
 
-        With log pi, the last term is missing. It credits an exploring action for its own part of
-        the inner step: the action becomes likelier if advantage * grad log pi has a positive
-        product with grad J_adapted(theta'). Neither version credits an action for the later states
-        and rewards that it causes, and that the inner step learns from. So the outer gradient is
-        biased, but less noisy, as in ProMP (Rothfuss et al. 2019).
+        Finn et al. take the mean of advantage * log pi instead of J. At theta, it has the same
+        gradient, but its Hessian lacks the second term of
+
+            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T).
+
+        This term teaches theta to explore: an action becomes likelier if its part of the inner
+        step, advantage * grad log pi, has a positive product with grad J_adapted(theta'). Neither
+        version credits an action for the later states and rewards that it causes, and that the
+        inner step learns from. That is what ProMP (Rothfuss et al. 2019) calls low-variance
+        curvature: J gives a biased outer gradient, but one with less noise than an unbiased one.
         """
         # theta is shared (None), the experience is split by row (0). This grad works even where
-        # gradients are switched off, as when the agent acts.
+        # gradients are switched off, as when the agent acts. Advantages are standardised, so alpha
+        # need not match the scale of the rewards.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
         return theta + self.config.inner_lr * gradient
 
@@ -168,24 +173,26 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
+    def exploring_steps(self, done):
+        """Whether a step belongs to one of the first E - 1 episodes of its row, (R, T)."""
+        episode = done.cumsum(dim=1) - done.long()  # done 0 1 0 1: episode 0 0 1 1
+        return episode < self.num_exploring
+
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
-        episode = done.sum(dim=1)  # (R,)
+        explores = done.sum(dim=1) < self.num_exploring  # (R,)
 
-        # The inner step of the rows whose last exploring episode ended with the previous step. All
-        # their steps so far are exploring ones.
-        just_ended = done[:, -1:].any(dim=1)  # not done[:, -1]: at t = 0 there are no columns
-        ready = just_ended & (episode == self.num_exploring)
+        # The inner step of the rows whose last exploring episode ended with the previous step.
+        just_ended = done[:, -1:].any(dim=1)  # -1:, as there are no columns at t = 0
+        ready = just_ended & (done.sum(dim=1) == self.num_exploring)
         if ready.any():
-            all_steps = torch.ones_like(done[ready])
-            exploring_phase = PhaseData(self.config, buffer, mask=all_steps, rows=ready)
-            experience = exploring_phase.experience(self.betas[EXPLORING])
+            phase = Phase(self.config, buffer, self.exploring_steps(done[ready]), rows=ready)
+            experience = phase.experience(self.betas[EXPLORING])
             buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        explores = episode < self.num_exploring
         noise = buffer.noise[:, t] * (explores | sample)[:, None]
         action = mean + log_std.exp() * noise
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
@@ -198,11 +205,9 @@ class MAML(trmrl.Agent):
 
         Both are functions of theta, on the experience collected with the present theta and theta'.
         """
-        done = buffer.eta.long()
-        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < self.num_exploring
-        exploring_phase = PhaseData(self.config, buffer, mask=explores)
-        adapted_phase = PhaseData(self.config, buffer, mask=~explores)
+        explores = self.exploring_steps(buffer.eta > 0)
+        exploring_phase = Phase(self.config, buffer, mask=explores)
+        adapted_phase = Phase(self.config, buffer, mask=~explores)
         exploring_experience = exploring_phase.experience(self.betas[EXPLORING])
         adapted_experience = adapted_phase.experience(self.betas[ADAPTED])
 
@@ -245,7 +250,7 @@ class MAML(trmrl.Agent):
 # ---- Advantages ----------------------------------------------------------------------------------
 
 
-class PhaseData:
+class Phase:
     """R rows of a buffer, with a mask of the steps that belong to one phase.
 
     Advantages are relative to a value baseline, linear in its features:
@@ -309,8 +314,8 @@ class PhaseData:
         """GAE with the value baseline, (R, T)."""
         gamma = self.config.gamma
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer does not
-        # keep the next state: there and, for simplicity, at the end of a row, we take V(s_t).
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer keeps the
+        # first state of the next episode instead: there we take V(s_t), as at the end of a row.
         next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
@@ -319,9 +324,9 @@ class PhaseData:
         """beta (D,) by ridge regression over the steps of the phase."""
         X = self.features()[self.mask]  # (steps, D)
         steps, D = X.shape
-        # The features must explain what m / (1 - gamma) does not. With beta = 0 and lambda = 1,
-        # advantages are discounted returns less m / (1 - gamma); after an end that is no
-        # termination, m is earned forever.
+        # y: the discounted return less m / (1 - gamma), which the features must explain. These are
+        # the advantages with beta = 0 and lambda = 1. (After an end that is no termination, they
+        # take it that m is earned forever.)
         y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
@@ -342,12 +347,14 @@ def conjugate_gradients(H_times, b):
     """Solve H x = b approximately, where H_times(v) is H v."""
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
-        H_direction = H_times(direction)
         old_square = residual.dot(residual)
-        step_size = old_square / (direction.dot(H_direction) + 1e-20)  # the residual may be 0
+        if old_square < 1e-20:
+            break
+        H_direction = H_times(direction)
+        step_size = old_square / direction.dot(H_direction)
         x = x + step_size * direction
         residual = residual - step_size * H_direction
-        direction = residual + residual.dot(residual) / (old_square + 1e-20) * direction
+        direction = residual + residual.dot(residual) / old_square * direction
     return x
 
 
@@ -358,7 +365,7 @@ def trpo_step(objective, kl, theta, max_kl):
     which is 0 and least at theta, becomes about x^T H x / 2 (H: its Hessian). Within the bound, the
     best x is sqrt(2 max_kl / g^T H^-1 g) H^-1 g. Writing down H would take P of its products with
     vectors; conjugate gradients take CG_ITERATIONS. H is nearly zero along many directions, in
-    which x would go far, so we add DAMPING to its diagonal.
+    which x would go far, so DAMPING is added to its diagonal: x becomes shorter than it might be.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.
