@@ -10,15 +10,16 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 J is the objective of TRPO, the mean of advantage times probability ratio in a phase. At the weights
 that acted, the ratio is 1 and grad J is the policy gradient. Meta-training maximises
 J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
-derivatives. TRPO chooses the outer step: roughly the best one for which the KL divergence between
-old and new adapted policies, averaged over tasks, stays within a bound.
+derivatives. TRPO chooses the outer step: to first order the best one for which the KL divergence
+between old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
-The policy has no memory. The inner step compares actions that differ by chance, so the agent
-samples while it explores, even in a meta-test that otherwise takes mean actions. In such a test the
-return may rise after the inner step merely because the sampling stops; `return_before` and
-`return_after` in progress.csv are both sampled. docs/results.md says how much ours adapts.
+The policy has no memory. A policy gradient needs sampled actions, so the agent samples while it
+explores, even in a meta-test that otherwise takes mean actions. In such a test the return may rise
+after the inner step merely because the sampling stops; `return_before` and `return_after` in
+progress.csv are both sampled. Ours adapts clearly on ML1-Reach, and little or not at all on
+locomotion: see docs/results.md.
 
 Differences from Finn et al.:
 
@@ -27,13 +28,13 @@ Differences from Finn et al.:
   length: where the ant falls early, further adapted episodes fill it.) They have 40 tasks per
   iteration, we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- Advantages are those of GAE. The value baseline is fitted to all tasks of the previous batch, not
-  to each task (see Phase).
+- Advantages are those of GAE. Tasks share a value baseline (see Phase); theirs have one each.
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.adapt).
-- TRPO has a KL bound of 0.05 and a damping of 0.3 (theirs: 0.01 and 1e-5).
+- TRPO has a KL bound of 0.05 and a damping of 0.3 (theirs: 0.01 and 1e-5). Its Hessian is exact;
+  theirs is of finite differences, to avoid third derivatives.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
-Shapes: R rows of T steps, each row the episodes of one task; C of the T columns, those that a phase
+Shapes: R rows of T steps, each row the episodes of one task; C, the number of columns that a phase
 uses; S and A, the sizes of a state and an action; P weights of the policy, log_std included, as one
 vector; D features of the value baseline.
 """
@@ -53,21 +54,15 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-EXPLORING, ADAPTED = 0, 1  # the two phases, as rows of betas
-RIDGE = 1e-3  # of the value baseline: the penalty of its squared weights
-CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # of TRPO: added to the diagonal of the Hessian of the KL divergence
-STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
-
-# Settings without a meaning here, most of them of PPO and its Adam. (Every Run builds an Adam; here
-# its lr is 0, also in progress.csv.)
+# Settings without a meaning here, most of them of PPO and its Adam. Run builds an Adam all the
+# same; `update` does not use it, and lr = 0 in progress.csv says so.
 UNUSED = "d_model clip epochs minibatch lr value_lr final_lr max_grad_norm".split()
 
 # Two exploring episodes and an adapted one.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # More steps and a larger std than TrMRL's, as the policy gradient is noisy, and a higher lambda, as
-# the value baseline is crude.
+# the value baseline is crude. Other environments were not tuned.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
 
 
@@ -92,21 +87,6 @@ class Config(trmrl.Config):
 # ---- The agent -----------------------------------------------------------------------------------
 
 
-class Experience(NamedTuple):
-    """What J needs of one phase: bare tensors, which vmap can split by row (then R is absent).
-
-    Phase, further down, computes them. A phase may cover different columns of a buffer in different
-    rows, because episodes may end early. To save time we keep only the C columns that at least one
-    row uses; where a row does not use one of them, share is 0.
-    """
-
-    state: torch.Tensor  # (R, C, S)
-    action: torch.Tensor  # (R, C, A)
-    old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), standardised over the steps of the phase in each row
-    share: torch.Tensor  # (R, C), a step's weight in the mean over the phase: 1 / steps, or 0
-
-
 class MAML(trmrl.Agent):
     """A policy that one gradient step adapts to a new task."""
 
@@ -120,7 +100,7 @@ class MAML(trmrl.Agent):
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # Its weights are betas (phases, D), as policies and returns differ between phases.
+        # betas, (2, D), has its weights in the exploring and in the adapted phase.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
@@ -138,7 +118,7 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def J(self, weights, experience):
-        """J of a policy on one row: the mean of advantage * pi(a | s) / pi_old(a | s)."""
+        """J of a policy on one row of Experience: the mean of advantage * pi(a|s) / pi_old(a|s)."""
         mean, log_std = self.policy(weights, experience.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
         ratio = (log_prob - experience.old_log_prob).exp()
@@ -157,10 +137,10 @@ class MAML(trmrl.Agent):
             grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T).
 
         This term teaches theta to explore: an action becomes likelier if its part of the inner
-        step, advantage * grad log pi, has a positive product with grad J_adapted(theta'). Neither
-        version credits an action for the later states and rewards that it causes, and that the
-        inner step learns from. That is what ProMP (Rothfuss et al. 2019) calls low-variance
-        curvature: J gives a biased outer gradient, but one with less noise than an unbiased one.
+        step, advantage * grad log pi, has a positive product with grad J_adapted(theta'). It is not
+        credited for changing the parts of other steps (their states, the rewards in their
+        advantages). So the outer gradient of J is biased, too, but less noisy than an unbiased one:
+        it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
         """
         # theta is shared (None), the experience is split by row (0). This grad works even where
         # gradients are switched off, as when the agent acts. Advantages are standardised, so alpha
@@ -187,8 +167,9 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # -1:, as there are no columns at t = 0
         ready = just_ended & (done.sum(dim=1) == self.num_exploring)
         if ready.any():
-            phase = Phase(self.config, buffer, self.exploring_steps(done[ready]), rows=ready)
-            experience = phase.experience(self.betas[EXPLORING])
+            mask = self.exploring_steps(done[ready])
+            phase = Phase(self.config, buffer, mask, rows=ready)
+            experience = phase.experience(self.betas[0])
             buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
 
         # Every row acts with its own weights.
@@ -205,11 +186,11 @@ class MAML(trmrl.Agent):
 
         Both are functions of theta, on the experience collected with the present theta and theta'.
         """
-        explores = self.exploring_steps(buffer.eta > 0)
-        exploring_phase = Phase(self.config, buffer, mask=explores)
-        adapted_phase = Phase(self.config, buffer, mask=~explores)
-        exploring_experience = exploring_phase.experience(self.betas[EXPLORING])
-        adapted_experience = adapted_phase.experience(self.betas[ADAPTED])
+        mask = self.exploring_steps(buffer.eta > 0)
+        exploring_phase = Phase(self.config, buffer, mask)
+        adapted_phase = Phase(self.config, buffer, ~mask)
+        exploring_experience = exploring_phase.experience(self.betas[0])
+        adapted_experience = adapted_phase.experience(self.betas[1])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
@@ -234,8 +215,8 @@ class MAML(trmrl.Agent):
 
         # Fit the value baselines for the next batch and meta-test. States are normalised with the
         # old statistics here and with the new ones there, which matters only early in training.
-        self.betas[EXPLORING] = exploring_phase.fit_baseline()
-        self.betas[ADAPTED] = adapted_phase.fit_baseline()
+        self.betas[0] = exploring_phase.fit_baseline()
+        self.betas[1] = adapted_phase.fit_baseline()
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -243,27 +224,42 @@ class MAML(trmrl.Agent):
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
             "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
-            "updates": 1,
+            "updates": 1,  # the number of outer steps
         }
 
 
-# ---- Advantages ----------------------------------------------------------------------------------
+# ---- Phases and their advantages -----------------------------------------------------------------
+
+RIDGE = 1e-3  # the penalty of the squared weights of the value baseline
+
+
+class Experience(NamedTuple):
+    """What J needs of one phase: bare tensors, which vmap can split by row (then R is absent).
+
+    As episodes may end early, a phase may cover different columns of a buffer in different rows.
+    Only the C columns that at least one row uses are kept; where another row does not, share is 0.
+    """
+
+    state: torch.Tensor  # (R, C, S)
+    action: torch.Tensor  # (R, C, A)
+    old_log_prob: torch.Tensor  # (R, C), when the action was taken
+    advantage: torch.Tensor  # (R, C), standardised over the steps of the phase in each row
+    share: torch.Tensor  # (R, C), a step's weight in the mean over the phase: 1 / steps, or 0
 
 
 class Phase:
-    """R rows of a buffer, with a mask of the steps that belong to one phase.
+    """`rows` of a buffer, by default all, and a mask (R, T) of the steps that belong to one phase.
 
     Advantages are relative to a value baseline, linear in its features:
 
         V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
 
-    The first term is the value of earning m forever; the second one corrects it.
-
-    The features are those of "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016) plus
-    m s: m is a hint of the task, and a velocity, say, is worth more in one task than in another.
-    The authors of MAML fit beta to the 20 or 40 episodes of a task. Fitted to our one or two, it
-    would overfit, so we fit it to all tasks of the last batch (in the first batch it is 0). Since m
-    depends on the actions, such a baseline biases the gradient.
+    The authors of MAML fit beta to the 20 or 40 episodes of each task, with the features of
+    "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016). Fitted to our one or two, it
+    would overfit, so we fit it to all tasks of the last batch (in the first batch it is 0). A
+    baseline that tasks share cannot tell how much a task pays, so m tells it. m / (1 - gamma) is
+    the value of earning m forever. We add a feature m s, as a velocity, say, is worth more in one
+    task than in another. Since m depends on the actions, such a baseline biases the gradient.
 
     On MetaWorld, test episodes are longer than those of training, so in a meta-test the baseline
     extrapolates in time.
@@ -293,17 +289,17 @@ class Phase:
         variance = (self.share * advantage**2).sum(dim=1, keepdim=True)
         advantage = advantage / (variance.sqrt() + 1e-8)
 
-        experience = Experience(self.state, self.action, self.old_log_prob, advantage, self.share)
-        used = self.mask.any(dim=0)  # (T,); the other columns are left out
-        return Experience(*(x[:, used] for x in experience))
+        used = self.mask.any(dim=0)  # (T,)
+        columns = (self.state, self.action, self.old_log_prob, advantage, self.share)
+        return Experience(*(x[:, used] for x in columns))
 
     def features(self):
         """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
+        # The time since the episode began, in units of 100 steps. If ends is 0 1 0 1:
         t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        next_start = self.ends * (t + 1)  # 0 2 0 4
-        began = next_start.cummax(dim=1).values.roll(1, dims=1)
-        began[:, 0] = 0
+        next_start = (self.ends * (t + 1)).cummax(dim=1).values  # 0 2 2 4
+        began = next_start.roll(1, dims=1)
+        began[:, 0] = 0  # 0 0 2 2
         time = (t - began)[..., None] / 100
 
         state_times_m = self.mean_reward[..., None] * self.state
@@ -325,14 +321,18 @@ class Phase:
         X = self.features()[self.mask]  # (steps, D)
         steps, D = X.shape
         # y: the discounted return less m / (1 - gamma), which the features must explain. These are
-        # the advantages with beta = 0 and lambda = 1. (After an end that is no termination, they
-        # take it that m is earned forever.)
+        # the advantages with beta = 0 and lambda = 1. (At a time limit, y supposes that the row
+        # goes on earning m.)
         y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
 
 
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
+
+CG_ITERATIONS = 10  # of conjugate gradients
+DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
+STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 
 def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
