@@ -7,11 +7,11 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the objective of TRPO, the mean of advantage times probability ratio in a phase. At the weights
-that acted, the ratio is 1 and grad J is the policy gradient. Meta-training maximises
-J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
-derivatives. TRPO chooses the outer step: to first order the best one for which the KL divergence
-between old and new adapted policies, averaged over tasks, stays within a bound.
+J is the objective of TRPO: the mean of advantage times pi / pi_old in a phase. At the weights that
+acted, this ratio is 1 and grad J is the policy gradient. Meta-training maximises J_adapted(theta'),
+so the outer gradient passes through the inner step: MAML needs second derivatives. TRPO chooses the
+outer step, roughly the best one for which the KL divergence between old and new adapted policies,
+averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -19,7 +19,7 @@ The policy has no memory. A policy gradient needs sampled actions, so the agent 
 explores, even in a meta-test that otherwise takes mean actions. In such a test the return may rise
 after the inner step merely because the sampling stops; `return_before` and `return_after` in
 progress.csv are both sampled. Ours adapts clearly on ML1-Reach, and little or not at all on
-locomotion: see docs/results.md.
+locomotion (see docs/results.md), perhaps because it explores for so few episodes.
 
 Differences from Finn et al.:
 
@@ -28,15 +28,14 @@ Differences from Finn et al.:
   length: where the ant falls early, further adapted episodes fill it.) They have 40 tasks per
   iteration, we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- Advantages are those of GAE. Tasks share a value baseline (see Phase); theirs have one each.
+- Advantages are those of GAE. Tasks share a value baseline (see "Phases"); theirs have one each.
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.adapt).
-- TRPO has a KL bound of 0.05 and a damping of 0.3 (theirs: 0.01 and 1e-5). Its Hessian is exact;
-  theirs is of finite differences, to avoid third derivatives.
+- TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5). Its Hessian is
+  exact; theirs is of finite differences, to avoid third derivatives.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
-Shapes: R rows of T steps, each row the episodes of one task; C, the number of columns that a phase
-uses; S and A, the sizes of a state and an action; P weights of the policy, log_std included, as one
-vector; D features of the value baseline.
+Shapes: R rows of T steps, each row the episodes of one task; S and A, the sizes of a state and an
+action; P weights of the policy, log_std included, as one vector; D features of the value baseline.
 """
 
 import sys
@@ -47,7 +46,7 @@ import torch
 from torch import nn
 
 # grad(f)(x) is the gradient of f at x; vmap(f) applies f to each row; functional_call runs a module
-# with other weights; vjp(f, x) returns f(x) and a function v -> (v . df/dx,), a tuple of one.
+# with other weights; vjp(f, x) returns f(x) and a function v -> (v^T df/dx,), a tuple of one.
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
@@ -117,35 +116,33 @@ class MAML(trmrl.Agent):
         named_weights = {name: part.view_as(p) for (name, p), part in pairs}
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
-    def J(self, weights, experience):
-        """J of a policy on one row of Experience: the mean of advantage * pi(a|s) / pi_old(a|s)."""
-        mean, log_std = self.policy(weights, experience.state)
-        log_prob = trmrl.gaussian_log_prob(mean, log_std, experience.action)
-        ratio = (log_prob - experience.old_log_prob).exp()
-        return (experience.share * experience.advantage * ratio).sum()
+    def J(self, weights, phase):
+        """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s)."""
+        mean, log_std = self.policy(weights, phase.state)
+        log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
+        ratio = (log_prob - phase.old_log_prob).exp()
+        return (phase.share * phase.advantage * ratio).sum()  # share: 1 / steps, or 0
 
-    def adapt(self, theta, experience):
+    def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
 
         By the chain rule, the outer gradient, that of J_adapted(theta') with respect to theta, is
 
-            (I + alpha grad^2 J_exploring(theta)) grad J_adapted(theta').
+            (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta,
+            H = mean of advantage * (Hessian of log pi + grad log pi (grad log pi)^T).
 
-        Finn et al. take the mean of advantage * log pi instead of J. At theta, it has the same
-        gradient, but its Hessian lacks the second term of
-
-            grad^2 J = mean of advantage (grad^2 log pi + grad log pi (grad log pi)^T).
-
-        This term teaches theta to explore: an action becomes likelier if its part of the inner
-        step, advantage * grad log pi, has a positive product with grad J_adapted(theta'). It is not
-        credited for changing the parts of other steps (their states, the rewards in their
-        advantages). So the outer gradient of J is biased, too, but less noisy than an unbiased one:
-        it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
+        theta decides, too, which exploring actions are sampled. The ratio in J keeps track of this;
+        Finn et al. have log pi in its place, and lose the second term of H. This term teaches theta
+        to explore: an action becomes likelier if its part of the inner step, advantage * grad log
+        pi, has a positive product with grad J_adapted(theta'). J, too, leaves something out: an
+        action also changes later states and, with its reward, the advantages of earlier steps. So
+        this outer gradient is biased, but less noisy than an unbiased one. It is the low-variance
+        curvature of ProMP (Rothfuss et al. 2019).
         """
-        # theta is shared (None), the experience is split by row (0). This grad works even where
+        # theta is shared (None), the phase is split by row (0). This grad works even where
         # gradients are switched off, as when the agent acts. Advantages are standardised, so alpha
         # need not match the scale of the rewards.
-        gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, experience)
+        gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, exploring)
         return theta + self.config.inner_lr * gradient
 
     def new_buffer(self, rows, steps, generator):
@@ -153,27 +150,22 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
-    def exploring_steps(self, done):
-        """Whether a step belongs to one of the first E - 1 episodes of its row, (R, T)."""
-        episode = done.cumsum(dim=1) - done.long()  # done 0 1 0 1: episode 0 0 1 1
-        return episode < self.num_exploring
-
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
-        explores = done.sum(dim=1) < self.num_exploring  # (R,)
+        episode = done.sum(dim=1)  # (R,)
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
         just_ended = done[:, -1:].any(dim=1)  # -1:, as there are no columns at t = 0
-        ready = just_ended & (done.sum(dim=1) == self.num_exploring)
+        ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            mask = self.exploring_steps(done[ready])
-            phase = Phase(self.config, buffer, mask, rows=ready)
-            experience = phase.experience(self.betas[0])
-            buffer.stored["weights"][ready] = self.adapt(self.theta, experience)
+            so_far = torch.ones_like(done[ready])  # all these steps are exploring ones
+            exploring = make_phase(self.config, buffer, so_far, self.betas[0], rows=ready)
+            buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
+        explores = episode < self.num_exploring
         noise = buffer.noise[:, t] * (explores | sample)[:, None]
         action = mean + log_std.exp() * noise
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
@@ -186,37 +178,36 @@ class MAML(trmrl.Agent):
 
         Both are functions of theta, on the experience collected with the present theta and theta'.
         """
-        mask = self.exploring_steps(buffer.eta > 0)
-        exploring_phase = Phase(self.config, buffer, mask)
-        adapted_phase = Phase(self.config, buffer, ~mask)
-        exploring_experience = exploring_phase.experience(self.betas[0])
-        adapted_experience = adapted_phase.experience(self.betas[1])
+        done = buffer.eta.long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        explores = episode < self.num_exploring
+        exploring = make_phase(self.config, buffer, explores, self.betas[0])
+        adapted = make_phase(self.config, buffer, ~explores, self.betas[1])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, but for rounding.
         def theta_prime(theta):
-            return self.adapt(theta, exploring_experience)
+            return self.adapt(theta, exploring)
 
         def adapted_policies(theta):
             """Their mean (R, C, A) and log_std (R, A)."""
-            return vmap(self.policy)(theta_prime(theta), adapted_experience.state)
+            return vmap(self.policy)(theta_prime(theta), adapted.state)
 
-        old_policies = adapted_policies(self.theta)
+        old = adapted_policies(self.theta)
 
         def objective(theta):
-            return vmap(self.J)(theta_prime(theta), adapted_experience).mean()
+            return vmap(self.J)(theta_prime(theta), adapted).mean()
 
         def kl(theta):
-            policies = *old_policies, *adapted_policies(theta)
-            return vmap(kl_divergence)(*policies, adapted_experience.share).mean()
+            return vmap(kl_divergence)(*old, *adapted_policies(theta), adapted.share).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. States are normalised with the
-        # old statistics here and with the new ones there, which matters only early in training.
-        self.betas[0] = exploring_phase.fit_baseline()
-        self.betas[1] = adapted_phase.fit_baseline()
+        # Fit the value baselines for the next batch and meta-test. There, states are normalised
+        # with new statistics, here still with the old ones, which matters only early in training.
+        self.betas[0] = exploring.fit_baseline(self.config.gamma)
+        self.betas[1] = adapted.fit_baseline(self.config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -228,73 +219,42 @@ class MAML(trmrl.Agent):
         }
 
 
-# ---- Phases and their advantages -----------------------------------------------------------------
+# ---- Phases --------------------------------------------------------------------------------------
+#
+# Advantages are relative to a value baseline, linear in its features, with one beta per phase:
+#
+#     V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
+#
+# The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
+# would overfit, so we fit it to all tasks of the last batch (in the first batch beta is 0). A
+# baseline that tasks share cannot tell how much a task pays, so m tells it: m / (1 - gamma) is the
+# value of earning m forever. To the features of "Benchmarking Deep RL for Continuous Control" (Duan
+# et al. 2016) we add m s, as a velocity, say, is worth more in one task than in another. Since m
+# depends on the actions, such a baseline biases the gradient. On MetaWorld, test episodes are
+# longer than those of training, so in a meta-test the baseline extrapolates in time.
 
-RIDGE = 1e-3  # the penalty of the squared weights of the value baseline
+RIDGE = 1e-3  # the penalty of the squared weights of the baseline
 
 
-class Experience(NamedTuple):
-    """What J needs of one phase: bare tensors, which vmap can split by row (then R is absent).
+class Phase(NamedTuple):
+    """The steps of one phase, as bare tensors, which vmap can split by row (then R is absent).
 
     As episodes may end early, a phase may cover different columns of a buffer in different rows.
-    Only the C columns that at least one row uses are kept; where another row does not, share is 0.
+    It has the C columns that at least one row uses. Where another row does not, share is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), standardised over the steps of the phase in each row
-    share: torch.Tensor  # (R, C), a step's weight in the mean over the phase: 1 / steps, or 0
-
-
-class Phase:
-    """`rows` of a buffer, by default all, and a mask (R, T) of the steps that belong to one phase.
-
-    Advantages are relative to a value baseline, linear in its features:
-
-        V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
-
-    The authors of MAML fit beta to the 20 or 40 episodes of each task, with the features of
-    "Benchmarking Deep RL for Continuous Control" (Duan et al. 2016). Fitted to our one or two, it
-    would overfit, so we fit it to all tasks of the last batch (in the first batch it is 0). A
-    baseline that tasks share cannot tell how much a task pays, so m tells it. m / (1 - gamma) is
-    the value of earning m forever. We add a feature m s, as a velocity, say, is worth more in one
-    task than in another. Since m depends on the actions, such a baseline biases the gradient.
-
-    On MetaWorld, test episodes are longer than those of training, so in a meta-test the baseline
-    extrapolates in time.
-    """
-
-    def __init__(self, config, buffer, mask, rows=slice(None)):
-        T = mask.shape[1]  # in `act`, the steps so far
-        self.config = config
-        self.mask = mask  # (R, T)
-        self.state = buffer.state[rows, :T]
-        self.action = buffer.action[rows, :T]
-        self.old_log_prob = buffer.log_prob[rows, :T]
-        self.reward = buffer.reward[rows, :T]
-        self.terminated = buffer.terminated[rows, :T]
-        # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends
-        # would join those of a row). The last step counts as an end even if its episode goes on.
-        self.ends = buffer.eta[rows, :T] > 0
-        self.ends[:, -1] = True
-        num_steps = mask.sum(dim=1, keepdim=True)  # of the phase, (R, 1)
-        self.share = mask / num_steps  # (R, T)
-        self.mean_reward = (self.reward * mask).sum(dim=1, keepdim=True) / num_steps  # m, (R, 1)
-
-    def experience(self, beta):
-        """The steps of the phase, with standardised advantages; beta (D,) is of the baseline."""
-        advantage = self.advantages(beta, self.config.gae_lambda)
-        advantage = advantage - (self.share * advantage).sum(dim=1, keepdim=True)
-        variance = (self.share * advantage**2).sum(dim=1, keepdim=True)
-        advantage = advantage / (variance.sqrt() + 1e-8)
-
-        used = self.mask.any(dim=0)  # (T,)
-        columns = (self.state, self.action, self.old_log_prob, advantage, self.share)
-        return Experience(*(x[:, used] for x in columns))
+    reward: torch.Tensor  # (R, C)
+    ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of all
+    terminated: torch.Tensor  # (R, C), whether it ends by termination, not at the time limit
+    share: torch.Tensor  # (R, C), a step's weight in a mean over the row: 1 / steps, or 0
+    m: torch.Tensor  # (R, C), the mean reward of the row, the same in all columns
+    advantage: torch.Tensor | None = None  # (R, C), standardised in each row
 
     def features(self):
-        """What the value baseline is linear in, (R, T, D): D = 3 S + 4."""
+        """What the value baseline is linear in, (R, C, D): D = 3 S + 4."""
         # The time since the episode began, in units of 100 steps. If ends is 0 1 0 1:
         t = torch.arange(self.ends.shape[1], device=self.ends.device)
         next_start = (self.ends * (t + 1)).cummax(dim=1).values  # 0 2 2 4
@@ -302,30 +262,60 @@ class Phase:
         began[:, 0] = 0  # 0 0 2 2
         time = (t - began)[..., None] / 100
 
-        state_times_m = self.mean_reward[..., None] * self.state
+        m_s = self.m[..., None] * self.state
         time_features = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, state_times_m, *time_features], dim=-1)
+        return torch.cat([self.state, self.state**2, m_s, *time_features], dim=-1)
 
-    def advantages(self, beta, lam):
-        """GAE with the value baseline, (R, T)."""
-        gamma = self.config.gamma
-        value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer keeps the
-        # first state of the next episode instead: there we take V(s_t), as at the end of a row.
+    def gae(self, beta, gamma, lam):
+        """Advantages relative to the value baseline, (R, C), not yet standardised."""
+        value = self.m / (1 - gamma) + self.features() @ beta
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
+        # next state (it has the first one of the next episode): there we take V(s_t), and also, for
+        # simplicity, at the end of a row.
         next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(self.terminated, 0.0)
         return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
 
-    def fit_baseline(self):
+    def fit_baseline(self, gamma):
         """beta (D,) by ridge regression over the steps of the phase."""
-        X = self.features()[self.mask]  # (steps, D)
+        used = self.share > 0
+        X = self.features()[used]  # (steps, D)
         steps, D = X.shape
         # y: the discounted return less m / (1 - gamma), which the features must explain. These are
         # the advantages with beta = 0 and lambda = 1. (At a time limit, y supposes that the row
         # goes on earning m.)
-        y = self.advantages(X.new_zeros(D), lam=1.0)[self.mask]
+        y = self.gae(X.new_zeros(D), gamma, lam=1.0)[used]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
+
+
+def make_phase(config, buffer, mask, beta, rows=slice(None)):
+    """A phase of some rows of a buffer: the steps where mask (R, T) is true."""
+    T = mask.shape[1]  # in `act`, the steps so far
+    reward = buffer.reward[rows, :T]
+    # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends would
+    # join those of a row). The last step counts as an end even if its episode goes on.
+    ends = buffer.eta[rows, :T] > 0
+    ends[:, -1] = True
+    num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
+    phase = Phase(
+        state=buffer.state[rows, :T],
+        action=buffer.action[rows, :T],
+        old_log_prob=buffer.log_prob[rows, :T],
+        reward=reward,
+        ends=ends,
+        terminated=buffer.terminated[rows, :T],
+        share=mask / num_steps,
+        m=((reward * mask).sum(dim=1, keepdim=True) / num_steps).expand(-1, T),
+    )
+
+    advantage = phase.gae(beta, config.gamma, config.gae_lambda)
+    advantage = advantage - (phase.share * advantage).sum(dim=1, keepdim=True)
+    variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
+    phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
+
+    used = mask.any(dim=0)  # (T,): the C columns
+    return Phase(*(x[:, used] for x in phase))
 
 
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
@@ -344,7 +334,11 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
 
 
 def conjugate_gradients(H_times, b):
-    """Solve H x = b approximately, where H_times(v) is H v."""
+    """Solve H x = b approximately, where H_times(v) is H v.
+
+    Each direction d is conjugate to the earlier ones (d^T H d' = 0): a step along it undoes none of
+    theirs.
+    """
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         old_square = residual.dot(residual)
