@@ -7,19 +7,21 @@ phase, it acts with theta', the result of one inner step on what it has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the objective of TRPO: the mean of advantage times pi / pi_old in a phase. At the weights that
-acted, this ratio is 1 and grad J is the policy gradient. Meta-training maximises J_adapted(theta'),
-so the outer gradient passes through the inner step: MAML needs second derivatives. TRPO chooses the
-outer step, roughly the best one for which the KL divergence between old and new adapted policies,
-averaged over tasks, stays within a bound.
+J is the objective of TRPO: the mean of advantage times pi / pi_old in a phase. pi_old is the policy
+that acted; at its weights, grad J is the policy gradient. Meta-training maximises
+J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
+derivatives. TRPO chooses the outer step, roughly the best one for which the KL divergence between
+old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. A policy gradient needs sampled actions, so the agent samples while it
-explores, even in a meta-test that otherwise takes mean actions. In such a test the return may rise
-after the inner step merely because the sampling stops; `return_before` and `return_after` in
-progress.csv are both sampled. Ours adapts clearly on ML1-Reach, and little or not at all on
-locomotion (see docs/results.md), perhaps because it explores for so few episodes.
+explores, even in a meta-test that otherwise takes mean actions.
+
+What to expect: this MAML adapts clearly on ML1-Reach, and little or not at all on locomotion (see
+docs/results.md), perhaps because it explores for so few episodes. In a meta-test with mean actions,
+the return may rise after the inner step merely because the sampling stops; `return_before` and
+`return_after` in progress.csv are both sampled.
 
 Differences from Finn et al.:
 
@@ -30,12 +32,13 @@ Differences from Finn et al.:
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - Advantages are those of GAE. Tasks share a value baseline (see "Phases"); theirs have one each.
 - J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.adapt).
-- TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5). Its Hessian is
-  exact; theirs is of finite differences, to avoid third derivatives.
+- TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5), and its Hessian
+  is exact (theirs: finite differences of the gradient).
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
-Shapes: R rows of T steps, each row the episodes of one task; S and A, the sizes of a state and an
-action; P weights of the policy, log_std included, as one vector; D features of the value baseline.
+Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
+and A, the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
+D features of the value baseline.
 """
 
 import sys
@@ -53,9 +56,9 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# Settings without a meaning here, most of them of PPO and its Adam. Run builds an Adam all the
-# same; `update` does not use it, and lr = 0 in progress.csv says so.
-UNUSED = "d_model clip epochs minibatch lr value_lr final_lr max_grad_norm".split()
+# Settings without a meaning here, most of them of PPO and its Adam. (Run builds an Adam all the
+# same, but nothing uses it: lr is 0, also in progress.csv.)
+UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
 # Two exploring episodes and an adapted one.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
@@ -71,7 +74,7 @@ class Config(trmrl.Config):
     not_flags = (*NOT_FLAGS, *UNUSED)
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
-    # There is no memory to keep: this puts the E episodes of a trial into one row.
+    # There is no memory to keep: this only puts the E episodes of a trial into one row.
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     inner_lr: float = setting("MAML", 0.1, "alpha, learning rate of the inner step", high=1000)
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
@@ -121,27 +124,31 @@ class MAML(trmrl.Agent):
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
         ratio = (log_prob - phase.old_log_prob).exp()
-        return (phase.share * phase.advantage * ratio).sum()  # share: 1 / steps, or 0
+        # The mean over the phase: share is 1 / steps, and 0 outside it.
+        return (phase.share * phase.advantage * ratio).sum()
 
     def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
 
         By the chain rule, the outer gradient, that of J_adapted(theta') with respect to theta, is
 
-            (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta,
-            H = mean of advantage * (Hessian of log pi + grad log pi (grad log pi)^T).
+            (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
 
-        theta decides, too, which exploring actions are sampled. The ratio in J keeps track of this;
-        Finn et al. have log pi in its place, and lose the second term of H. This term teaches theta
-        to explore: an action becomes likelier if its part of the inner step, advantage * grad log
-        pi, has a positive product with grad J_adapted(theta'). J, too, leaves something out: an
-        action also changes later states and, with its reward, the advantages of earlier steps. So
-        this outer gradient is biased, but less noisy than an unbiased one. It is the low-variance
-        curvature of ProMP (Rothfuss et al. 2019).
+        Finn et al. have log pi where J has pi / pi_old. At theta, where pi is pi_old, both have the
+        gradient grad log pi, but their Hessians differ:
+
+            of log pi:       Hessian of log pi,
+            of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
+
+        The last term accounts for the choice of exploring actions, which theta makes, too. It makes
+        an action likelier if its part of the inner step, advantage * grad log pi, has a positive
+        product with grad J_adapted(theta'). J still ignores that an action changes later states
+        and, with its reward, the advantages of earlier steps. So our outer gradient is biased, but
+        less noisy than an unbiased one. It is the low-variance curvature of ProMP (Rothfuss et al.
+        2019).
         """
-        # theta is shared (None), the phase is split by row (0). This grad works even where
-        # gradients are switched off, as when the agent acts. Advantages are standardised, so alpha
-        # need not match the scale of the rewards.
+        # theta is shared (None), the phase is split by row (0). torch.func.grad works even where
+        # gradients are switched off, as when the agent acts.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, exploring)
         return theta + self.config.inner_lr * gradient
 
@@ -156,7 +163,7 @@ class MAML(trmrl.Agent):
         episode = done.sum(dim=1)  # (R,)
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
-        just_ended = done[:, -1:].any(dim=1)  # -1:, as there are no columns at t = 0
+        just_ended = done[:, -1:].any(dim=1)  # not [:, -1]: at t = 0 there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
             so_far = torch.ones_like(done[ready])  # all these steps are exploring ones
@@ -204,8 +211,9 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. There, states are normalised
-        # with new statistics, here still with the old ones, which matters only early in training.
+        # Fit the value baselines for the next batch and meta-test. (They are fitted to states
+        # normalised with the old statistics and used on states normalised with the new ones, which
+        # matters only early in training.)
         self.betas[0] = exploring.fit_baseline(self.config.gamma)
         self.betas[1] = adapted.fit_baseline(self.config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
@@ -219,19 +227,20 @@ class MAML(trmrl.Agent):
         }
 
 
-# ---- Phases --------------------------------------------------------------------------------------
+# ---- Phases and their value baseline -------------------------------------------------------------
 #
 # Advantages are relative to a value baseline, linear in its features, with one beta per phase:
 #
 #     V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
-# would overfit, so we fit it to all tasks of the last batch (in the first batch beta is 0). A
-# baseline that tasks share cannot tell how much a task pays, so m tells it: m / (1 - gamma) is the
-# value of earning m forever. To the features of "Benchmarking Deep RL for Continuous Control" (Duan
-# et al. 2016) we add m s, as a velocity, say, is worth more in one task than in another. Since m
-# depends on the actions, such a baseline biases the gradient. On MetaWorld, test episodes are
-# longer than those of training, so in a meta-test the baseline extrapolates in time.
+# would overfit, so we fit it to all tasks of the last batch (in the first batch beta is 0). But
+# tasks differ in their rewards: m tells the baseline what the task at hand pays. m / (1 - gamma) is
+# the value of earning m forever. To the features of "Benchmarking Deep RL for Continuous Control"
+# (Duan et al. 2016) we add m s, as a velocity, say, is worth more in one task than in another.
+#
+# Two caveats: since m depends on the actions, such a baseline biases the gradient; and on
+# MetaWorld, test episodes are longer than those of training, so it extrapolates in time.
 
 RIDGE = 1e-3  # the penalty of the squared weights of the baseline
 
@@ -240,7 +249,8 @@ class Phase(NamedTuple):
     """The steps of one phase, as bare tensors, which vmap can split by row (then R is absent).
 
     As episodes may end early, a phase may cover different columns of a buffer in different rows.
-    It has the C columns that at least one row uses. Where another row does not, share is 0.
+    It has the C columns that at least one row uses. Where another row does not, share is 0 and all
+    else is without meaning.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -250,25 +260,25 @@ class Phase(NamedTuple):
     ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of all
     terminated: torch.Tensor  # (R, C), whether it ends by termination, not at the time limit
     share: torch.Tensor  # (R, C), a step's weight in a mean over the row: 1 / steps, or 0
-    m: torch.Tensor  # (R, C), the mean reward of the row, the same in all columns
-    advantage: torch.Tensor | None = None  # (R, C), standardised in each row
+    mean_reward: torch.Tensor  # (R, C), of the row; the same in all columns
+    advantage: torch.Tensor | None = None  # (R, C), standardised; make_phase adds it last
 
     def features(self):
         """What the value baseline is linear in, (R, C, D): D = 3 S + 4."""
         # The time since the episode began, in units of 100 steps. If ends is 0 1 0 1:
         t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        next_start = (self.ends * (t + 1)).cummax(dim=1).values  # 0 2 2 4
-        began = next_start.roll(1, dims=1)
+        next_start = self.ends * (t + 1)  # 0 2 0 4
+        began = next_start.cummax(dim=1).values.roll(1, dims=1)
         began[:, 0] = 0  # 0 0 2 2
         time = (t - began)[..., None] / 100
 
-        m_s = self.m[..., None] * self.state
+        m_s = self.mean_reward[..., None] * self.state
         time_features = [time, time**2, time**3, torch.ones_like(time)]
         return torch.cat([self.state, self.state**2, m_s, *time_features], dim=-1)
 
     def gae(self, beta, gamma, lam):
         """Advantages relative to the value baseline, (R, C), not yet standardised."""
-        value = self.m / (1 - gamma) + self.features() @ beta
+        value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
         # next state (it has the first one of the next episode): there we take V(s_t), and also, for
         # simplicity, at the end of a row.
@@ -298,6 +308,7 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     ends = buffer.eta[rows, :T] > 0
     ends[:, -1] = True
     num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
+    mean_reward = (reward * mask).sum(dim=1, keepdim=True) / num_steps
     phase = Phase(
         state=buffer.state[rows, :T],
         action=buffer.action[rows, :T],
@@ -306,22 +317,23 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
         ends=ends,
         terminated=buffer.terminated[rows, :T],
         share=mask / num_steps,
-        m=((reward * mask).sum(dim=1, keepdim=True) / num_steps).expand(-1, T),
+        mean_reward=mean_reward.expand(-1, T),
     )
 
+    # Standardised in each row: alpha need not match the scale of the rewards.
     advantage = phase.gae(beta, config.gamma, config.gae_lambda)
     advantage = advantage - (phase.share * advantage).sum(dim=1, keepdim=True)
     variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
     phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
 
-    used = mask.any(dim=0)  # (T,): the C columns
+    used = mask.any(dim=0)  # (T,); to leave out the other columns saves time
     return Phase(*(x[:, used] for x in phase))
 
 
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # added to the diagonal of the Hessian of the KL divergence
+DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 
@@ -333,21 +345,21 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
     return (share * kl.sum(dim=-1)).sum()
 
 
-def conjugate_gradients(H_times, b):
-    """Solve H x = b approximately, where H_times(v) is H v.
+def conjugate_gradients(F_times, b):
+    """Solve F x = b approximately, where F_times(v) is F v.
 
-    Each direction d is conjugate to the earlier ones (d^T H d' = 0): a step along it undoes none of
-    theirs.
+    Each direction d is conjugate to every earlier one e (d^T F e = 0), so a step along d leaves x
+    optimal along e.
     """
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         old_square = residual.dot(residual)
         if old_square < 1e-20:
             break
-        H_direction = H_times(direction)
-        step_size = old_square / direction.dot(H_direction)
+        F_direction = F_times(direction)
+        step_size = old_square / direction.dot(F_direction)
         x = x + step_size * direction
-        residual = residual - step_size * H_direction
+        residual = residual - step_size * F_direction
         direction = residual + residual.dot(residual) / old_square * direction
     return x
 
@@ -356,22 +368,23 @@ def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
     For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
-    which is 0 and least at theta, becomes about x^T H x / 2 (H: its Hessian). Within the bound, the
-    best x is sqrt(2 max_kl / g^T H^-1 g) H^-1 g. Writing down H would take P of its products with
-    vectors; conjugate gradients take CG_ITERATIONS. H is nearly zero along many directions, in
-    which x would go far, so DAMPING is added to its diagonal: x becomes shorter than it might be.
+    which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, the Fisher matrix).
+    Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Writing down F would take P
+    of its products with vectors; conjugate gradients take CG_ITERATIONS. F is nearly zero along
+    many directions, in which x would go far, so DAMPING is added to its diagonal: x becomes shorter
+    than it might be, and closer to the plain gradient.
     """
     g = grad(objective)(theta)
     # Without this check, the line search would keep theta and say nothing.
     if not g.isfinite().all():
         raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
-    _, v_times_H = vjp(grad(kl), theta)  # v -> (v^T H,)
+    _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
-    def H_times(v):
-        return v_times_H(v)[0] + DAMPING * v  # H is symmetric: v^T H is H v
+    def F_times(v):
+        return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
 
-    H_inverse_g = conjugate_gradients(H_times, g)
-    step = (2 * max_kl / (g.dot(H_inverse_g) + 1e-20)).sqrt() * H_inverse_g
+    F_inverse_g = conjugate_gradients(F_times, g)
+    step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
     # bound and improves the objective. If none does, keep theta.
