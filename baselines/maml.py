@@ -3,7 +3,8 @@
 
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. In
 the exploring phase of a trial, its first E - 1 episodes, the agent acts with theta. In the adapted
-phase, it acts with theta', the result of one inner step on what it has seen:
+phase (of Finn et al.: post-update), it acts with theta', the result of one inner step on what it
+has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
@@ -18,9 +19,9 @@ old and new adapted policies, averaged over tasks, stays within a bound.
 The policy has no memory. A policy gradient needs sampled actions, so the agent samples while it
 explores, even in a meta-test that otherwise takes mean actions.
 
-What to expect: this MAML adapts clearly on ML1-Reach, and little or not at all on locomotion (see
-docs/results.md), perhaps because it explores for so few episodes. In a meta-test with mean actions,
-the return may rise after the inner step merely because the sampling stops; `return_before` and
+What to expect: the inner step helps much on ML1-Reach, a little on HalfCheetahVel and not at all on
+AntDir (see docs/results.md), perhaps because it learns from so few episodes. In a meta-test with
+mean actions, the return may rise after it merely because the sampling stops; `return_before` and
 `return_after` in progress.csv are both sampled.
 
 Differences from Finn et al.:
@@ -30,11 +31,16 @@ Differences from Finn et al.:
   length: where the ant falls early, further adapted episodes fill it.) They have 40 tasks per
   iteration, we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- Advantages are those of GAE. Tasks share a value baseline (see "Phases"); theirs have one each.
-- J uses probability ratios in the inner step, too, instead of log-probabilities (see MAML.adapt).
+- GAE has lambda < 1 and bootstraps at time limits (theirs: 1, and no reward after them). Tasks
+  share a value baseline (theirs have one each).
+- J uses probability ratios in the inner step, too, instead of log-probabilities: the gradient is
+  the same, the second derivatives are not (see MAML.adapt).
 - TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5), and its Hessian
   is exact (theirs: finite differences of the gradient).
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
+
+The file has three parts: the agent, which is MAML itself; phases and their value baseline, from
+which the advantages come (skip them at first); and TRPO, which knows nothing of MAML.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
 and A, the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
@@ -90,7 +96,7 @@ class Config(trmrl.Config):
 
 
 class MAML(trmrl.Agent):
-    """A policy that one gradient step adapts to a new task."""
+    """A policy whose weights one gradient step adapts to a new task."""
 
     name = "maml"
     command = "python -m baselines.maml"
@@ -102,7 +108,7 @@ class MAML(trmrl.Agent):
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # betas, (2, D), has its weights in the exploring and in the adapted phase.
+        # betas, (2, D), has its weights in the exploring and in the adapted phase. D: see features.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
@@ -124,7 +130,8 @@ class MAML(trmrl.Agent):
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
         ratio = (log_prob - phase.old_log_prob).exp()
-        # The mean over the phase: share is 1 / steps, and 0 outside it.
+        # share is 1 / steps in the phase and 0 outside it: this is a mean. Only log_prob depends on
+        # the weights; the advantage and old_log_prob are data.
         return (phase.share * phase.advantage * ratio).sum()
 
     def adapt(self, theta, exploring):
@@ -140,12 +147,11 @@ class MAML(trmrl.Agent):
             of log pi:       Hessian of log pi,
             of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
 
-        The last term accounts for the choice of exploring actions, which theta makes, too. It makes
-        an action likelier if its part of the inner step, advantage * grad log pi, has a positive
-        product with grad J_adapted(theta'). J still ignores that an action changes later states
-        and, with its reward, the advantages of earlier steps. So our outer gradient is biased, but
-        less noisy than an unbiased one. It is the low-variance curvature of ProMP (Rothfuss et al.
-        2019).
+        The last term: theta also decides which exploring actions are taken. An action becomes
+        likelier if its part of the inner step, advantage * grad log pi, has a positive product with
+        grad J_adapted(theta'). What even J leaves out: an action changes later states and, with its
+        reward, the advantages of earlier steps. So our outer gradient is biased, too, but less
+        noisy than an unbiased one: the low-variance curvature of ProMP (Rothfuss et al. 2019).
         """
         # theta is shared (None), the phase is split by row (0). torch.func.grad works even where
         # gradients are switched off, as when the agent acts.
@@ -166,8 +172,8 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # not [:, -1]: at t = 0 there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            so_far = torch.ones_like(done[ready])  # all these steps are exploring ones
-            exploring = make_phase(self.config, buffer, so_far, self.betas[0], rows=ready)
+            all_steps = torch.ones_like(done[ready])  # so far, all belong to the exploring phase
+            exploring = make_phase(self.config, buffer, all_steps, self.betas[0], rows=ready)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
@@ -200,13 +206,14 @@ class MAML(trmrl.Agent):
             """Their mean (R, C, A) and log_std (R, A)."""
             return vmap(self.policy)(theta_prime(theta), adapted.state)
 
-        old = adapted_policies(self.theta)
+        old_policies = adapted_policies(self.theta)
 
         def objective(theta):
             return vmap(self.J)(theta_prime(theta), adapted).mean()
 
         def kl(theta):
-            return vmap(kl_divergence)(*old, *adapted_policies(theta), adapted.share).mean()
+            new_policies = adapted_policies(theta)
+            return vmap(kl_divergence)(*old_policies, *new_policies, adapted.share).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
@@ -248,9 +255,9 @@ RIDGE = 1e-3  # the penalty of the squared weights of the baseline
 class Phase(NamedTuple):
     """The steps of one phase, as bare tensors, which vmap can split by row (then R is absent).
 
-    As episodes may end early, a phase may cover different columns of a buffer in different rows.
-    It has the C columns that at least one row uses. Where another row does not, share is 0 and all
-    else is without meaning.
+    Where episodes end early, as on the ant, a phase covers different columns in different rows. So
+    it has the C columns of a buffer that at least one row uses. Where another row does not, share
+    is 0, and nothing else has a meaning.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -267,9 +274,9 @@ class Phase(NamedTuple):
         """What the value baseline is linear in, (R, C, D): D = 3 S + 4."""
         # The time since the episode began, in units of 100 steps. If ends is 0 1 0 1:
         t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        next_start = self.ends * (t + 1)  # 0 2 0 4
-        began = next_start.cummax(dim=1).values.roll(1, dims=1)
-        began[:, 0] = 0  # 0 0 2 2
+        next_start = (self.ends * (t + 1)).cummax(dim=1).values  # 0 2 2 4
+        began = next_start.roll(1, dims=1)  # 4 0 2 2
+        began[:, 0] = 0
         time = (t - began)[..., None] / 100
 
         m_s = self.mean_reward[..., None] * self.state
@@ -326,7 +333,9 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
     phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
 
-    used = mask.any(dim=0)  # (T,); to leave out the other columns saves time
+    # To save time, leave out columns that no row uses: those after the last exploring step or
+    # before the first adapted one. No episode of the phase is cut.
+    used = mask.any(dim=0)  # (T,)
     return Phase(*(x[:, used] for x in phase))
 
 
@@ -345,10 +354,10 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
     return (share * kl.sum(dim=-1)).sum()
 
 
-def conjugate_gradients(F_times, b):
-    """Solve F x = b approximately, where F_times(v) is F v.
+def conjugate_gradients(A_times, b):
+    """Solve A x = b approximately, where A_times(v) is A v.
 
-    Each direction d is conjugate to every earlier one e (d^T F e = 0), so a step along d leaves x
+    Each direction d is conjugate to every earlier one e (d^T A e = 0), so a step along d leaves x
     optimal along e.
     """
     x, residual, direction = torch.zeros_like(b), b, b
@@ -356,10 +365,10 @@ def conjugate_gradients(F_times, b):
         old_square = residual.dot(residual)
         if old_square < 1e-20:
             break
-        F_direction = F_times(direction)
-        step_size = old_square / direction.dot(F_direction)
+        A_direction = A_times(direction)
+        step_size = old_square / direction.dot(A_direction)
         x = x + step_size * direction
-        residual = residual - step_size * F_direction
+        residual = residual - step_size * A_direction
         direction = residual + residual.dot(residual) / old_square * direction
     return x
 
@@ -380,10 +389,10 @@ def trpo_step(objective, kl, theta, max_kl):
         raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
-    def F_times(v):
+    def damped_F_times(v):
         return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
 
-    F_inverse_g = conjugate_gradients(F_times, g)
+    F_inverse_g = conjugate_gradients(damped_F_times, g)
     step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
