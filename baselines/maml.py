@@ -3,13 +3,13 @@
 
 MAML learns initial weights theta from which one step of policy gradient adapts to a new task. In
 the exploring phase of a trial, its first E - 1 episodes, the agent acts with theta. In the adapted
-phase (of Finn et al.: post-update), it acts with theta', the result of one inner step on what it
+phase ("post-update" in Finn et al.), it acts with theta', the result of one inner step on what it
 has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the objective of TRPO: the mean of advantage times pi / pi_old in a phase. pi_old is the policy
-that acted; at its weights, grad J is the policy gradient. Meta-training maximises
+J is the surrogate objective of TRPO: the mean of advantage times pi / pi_old in a phase. pi_old is
+the policy that acted; at its weights, grad J is the policy gradient. Meta-training maximises
 J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
 derivatives. TRPO chooses the outer step, roughly the best one for which the KL divergence between
 old and new adapted policies, averaged over tasks, stays within a bound.
@@ -21,7 +21,7 @@ explores, even in a meta-test that otherwise takes mean actions.
 
 What to expect: the inner step helps much on ML1-Reach, a little on HalfCheetahVel and not at all on
 AntDir (see docs/results.md), perhaps because it learns from so few episodes. In a meta-test with
-mean actions, the return may rise after it merely because the sampling stops; `return_before` and
+mean actions, the return may rise then merely because the sampling stops; `return_before` and
 `return_after` in progress.csv are both sampled.
 
 Differences from Finn et al.:
@@ -34,13 +34,30 @@ Differences from Finn et al.:
 - GAE has lambda < 1 and bootstraps at time limits (theirs: 1, and no reward after them). Tasks
   share a value baseline (theirs have one each).
 - J uses probability ratios in the inner step, too, instead of log-probabilities: the gradient is
-  the same, the second derivatives are not (see MAML.adapt).
+  the same, the second derivatives are not (see below).
 - TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5), and its Hessian
-  is exact (theirs: finite differences of the gradient).
+  is exact (theirs: finite differences, to avoid the third derivatives that autograd takes here).
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
+Why J has pi / pi_old and not log pi, as theirs has in the inner step: by the chain rule, the outer
+gradient, that of J_adapted(theta') with respect to theta, is
+
+    (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
+
+Autograd computes it. At theta, where pi is pi_old, log pi and pi / pi_old have the same gradient,
+grad log pi, but not the same Hessian:
+
+    of log pi:       Hessian of log pi,
+    of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
+
+The last term credits exploring actions: one becomes likelier if its part of the inner step,
+advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this term
+is missing. J, too, ignores something: an action changes later states and, with its reward, the
+advantages of earlier steps. Both outer gradients are therefore biased. That of J is the
+low-variance curvature of ProMP (Rothfuss et al. 2019), less noisy than an unbiased one.
+
 The file has three parts: the agent, which is MAML itself; phases and their value baseline, from
-which the advantages come (skip them at first); and TRPO, which knows nothing of MAML.
+which the advantages come (skip them at first); and TRPO, whose step sees two functions of theta.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
 and A, the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
@@ -62,11 +79,11 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# Settings without a meaning here, most of them of PPO and its Adam. (Run builds an Adam all the
-# same, but nothing uses it: lr is 0, also in progress.csv.)
+# Settings without a meaning here, most of them of PPO and its Adam.
 UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
-# Two exploring episodes and an adapted one.
+# Two exploring episodes and an adapted one. Run still builds an Adam, which nothing uses; with
+# lr = 0, progress.csv shows no false learning rate.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # More steps and a larger std than TrMRL's, as the policy gradient is noisy, and a higher lambda, as
@@ -105,7 +122,7 @@ class MAML(trmrl.Agent):
     def __init__(self, config, sizes):
         S, _, _ = sizes
         super().__init__(config, sizes, e_size=S)
-        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
+        self.exploring_episodes = config.episodes_per_trial - 1  # before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
         # betas, (2, D), has its weights in the exploring and in the adapted phase. D: see features.
@@ -137,21 +154,7 @@ class MAML(trmrl.Agent):
     def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
 
-        By the chain rule, the outer gradient, that of J_adapted(theta') with respect to theta, is
-
-            (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
-
-        Finn et al. have log pi where J has pi / pi_old. At theta, where pi is pi_old, both have the
-        gradient grad log pi, but their Hessians differ:
-
-            of log pi:       Hessian of log pi,
-            of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
-
-        The last term: theta also decides which exploring actions are taken. An action becomes
-        likelier if its part of the inner step, advantage * grad log pi, has a positive product with
-        grad J_adapted(theta'). What even J leaves out: an action changes later states and, with its
-        reward, the advantages of earlier steps. So our outer gradient is biased, too, but less
-        noisy than an unbiased one: the low-variance curvature of ProMP (Rothfuss et al. 2019).
+        `update` differentiates through it.
         """
         # theta is shared (None), the phase is split by row (0). torch.func.grad works even where
         # gradients are switched off, as when the agent acts.
@@ -170,7 +173,7 @@ class MAML(trmrl.Agent):
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
         just_ended = done[:, -1:].any(dim=1)  # not [:, -1]: at t = 0 there are no columns
-        ready = just_ended & (episode == self.num_exploring)
+        ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
             all_steps = torch.ones_like(done[ready])  # so far, all belong to the exploring phase
             exploring = make_phase(self.config, buffer, all_steps, self.betas[0], rows=ready)
@@ -178,7 +181,7 @@ class MAML(trmrl.Agent):
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        explores = episode < self.num_exploring
+        explores = episode < self.exploring_episodes
         noise = buffer.noise[:, t] * (explores | sample)[:, None]
         action = mean + log_std.exp() * noise
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
@@ -186,19 +189,19 @@ class MAML(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """One outer step, by TRPO; the optimizer and the generator are not used.
 
-        maximise  J_adapted(theta'), averaged over tasks
-        within    KL(old adapted policy || new one), averaged over tasks,  <=  max_kl
+        maximise      J_adapted(theta'), averaged over tasks
+        subject to    KL(old adapted policy || new one), averaged over tasks,  <=  max_kl
 
         Both are functions of theta, on the experience collected with the present theta and theta'.
         """
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < self.num_exploring
+        explores = episode < self.exploring_episodes
         exploring = make_phase(self.config, buffer, explores, self.betas[0])
         adapted = make_phase(self.config, buffer, ~explores, self.betas[1])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it. At the present theta it gives the policies that acted, but for rounding.
+        # through it. At the present theta it gives the policies that acted, up to rounding.
         def theta_prime(theta):
             return self.adapt(theta, exploring)
 
@@ -228,7 +231,7 @@ class MAML(trmrl.Agent):
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
-            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
+            "return_after": returns[:, self.exploring_episodes].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
             "updates": 1,  # the number of outer steps
         }
@@ -236,9 +239,10 @@ class MAML(trmrl.Agent):
 
 # ---- Phases and their value baseline -------------------------------------------------------------
 #
-# Advantages are relative to a value baseline, linear in its features, with one beta per phase:
+# Advantages are relative to a value baseline, linear in features of state and time, with one beta
+# per phase:
 #
-#     V(s) = m / (1 - gamma) + features(s, time, m) . beta,    m: mean reward of the row's phase
+#     V(s) = m / (1 - gamma) + features . beta,    m: mean reward of the row in this phase
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
 # would overfit, so we fit it to all tasks of the last batch (in the first batch beta is 0). But
@@ -264,7 +268,7 @@ class Phase(NamedTuple):
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     reward: torch.Tensor  # (R, C)
-    ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of all
+    ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of the row
     terminated: torch.Tensor  # (R, C), whether it ends by termination, not at the time limit
     share: torch.Tensor  # (R, C), a step's weight in a mean over the row: 1 / steps, or 0
     mean_reward: torch.Tensor  # (R, C), of the row; the same in all columns
@@ -272,19 +276,17 @@ class Phase(NamedTuple):
 
     def features(self):
         """What the value baseline is linear in, (R, C, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. If ends is 0 1 0 1:
+        # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
         t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        next_start = (self.ends * (t + 1)).cummax(dim=1).values  # 0 2 2 4
-        began = next_start.roll(1, dims=1)  # 4 0 2 2
-        began[:, 0] = 0
+        began = (self.ends.roll(1, dims=1) * t).cummax(dim=1).values
         time = (t - began)[..., None] / 100
 
         m_s = self.mean_reward[..., None] * self.state
         time_features = [time, time**2, time**3, torch.ones_like(time)]
         return torch.cat([self.state, self.state**2, m_s, *time_features], dim=-1)
 
-    def gae(self, beta, gamma, lam):
-        """Advantages relative to the value baseline, (R, C), not yet standardised."""
+    def advantages(self, beta, gamma, lam):
+        """GAE with the value baseline, (R, C), not yet standardised."""
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
         # next state (it has the first one of the next episode): there we take V(s_t), and also, for
@@ -295,20 +297,19 @@ class Phase(NamedTuple):
 
     def fit_baseline(self, gamma):
         """beta (D,) by ridge regression over the steps of the phase."""
-        used = self.share > 0
-        X = self.features()[used]  # (steps, D)
-        steps, D = X.shape
-        # y: the discounted return less m / (1 - gamma), which the features must explain. These are
-        # the advantages with beta = 0 and lambda = 1. (At a time limit, y supposes that the row
-        # goes on earning m.)
-        y = self.gae(X.new_zeros(D), gamma, lam=1.0)[used]
+        steps = self.share > 0
+        X = self.features()[steps]  # (steps, D)
+        n, D = X.shape
+        # features . beta must explain y, the discounted return less m / (1 - gamma): GAE with
+        # beta = 0 and lambda = 1. (At a time limit, y supposes that the row goes on earning m.)
+        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[steps]
         ridge = RIDGE * torch.eye(D, device=X.device)
-        return torch.linalg.solve(X.T @ X / steps + ridge, X.T @ y / steps)
+        return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
 def make_phase(config, buffer, mask, beta, rows=slice(None)):
-    """A phase of some rows of a buffer: the steps where mask (R, T) is true."""
-    T = mask.shape[1]  # in `act`, the steps so far
+    """The steps of some rows of a buffer where mask (rows, T) is true."""
+    T = mask.shape[1]  # in `act`, the steps so far. Columns without use are cut last.
     reward = buffer.reward[rows, :T]
     # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends would
     # join those of a row). The last step counts as an end even if its episode goes on.
@@ -328,7 +329,7 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     )
 
     # Standardised in each row: alpha need not match the scale of the rewards.
-    advantage = phase.gae(beta, config.gamma, config.gae_lambda)
+    advantage = phase.advantages(beta, config.gamma, config.gae_lambda)
     advantage = advantage - (phase.share * advantage).sum(dim=1, keepdim=True)
     variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
     phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
@@ -354,21 +355,21 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
     return (share * kl.sum(dim=-1)).sum()
 
 
-def conjugate_gradients(A_times, b):
-    """Solve A x = b approximately, where A_times(v) is A v.
+def conjugate_gradients(F_times, b):
+    """Solve F x = b approximately, where F_times(v) is F v.
 
-    Each direction d is conjugate to every earlier one e (d^T A e = 0), so a step along d leaves x
-    optimal along e.
+    x minimises x^T F x / 2 - b^T x. Each direction is conjugate to the earlier ones (the product of
+    two with F is 0), so a step along it leaves x optimal along those.
     """
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
         old_square = residual.dot(residual)
-        if old_square < 1e-20:
+        if old_square < 1e-20:  # solved
             break
-        A_direction = A_times(direction)
-        step_size = old_square / direction.dot(A_direction)
+        F_direction = F_times(direction)
+        step_size = old_square / direction.dot(F_direction)
         x = x + step_size * direction
-        residual = residual - step_size * A_direction
+        residual = residual - step_size * F_direction
         direction = residual + residual.dot(residual) / old_square * direction
     return x
 
@@ -380,13 +381,10 @@ def trpo_step(objective, kl, theta, max_kl):
     which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, the Fisher matrix).
     Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Writing down F would take P
     of its products with vectors; conjugate gradients take CG_ITERATIONS. F is nearly zero along
-    many directions, in which x would go far, so DAMPING is added to its diagonal: x becomes shorter
-    than it might be, and closer to the plain gradient.
+    many directions, in which x would go far, so DAMPING is added to its diagonal everywhere: x
+    becomes shorter than it might be, and closer to the plain gradient.
     """
     g = grad(objective)(theta)
-    # Without this check, the line search would keep theta and say nothing.
-    if not g.isfinite().all():
-        raise trmrl.UserError("the gradient is not finite; start again with a lower --inner-lr")
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
     def damped_F_times(v):
@@ -394,6 +392,9 @@ def trpo_step(objective, kl, theta, max_kl):
 
     F_inverse_g = conjugate_gradients(damped_F_times, g)
     step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
+    # Without this check, the line search would keep theta and say nothing.
+    if not step.isfinite().all():
+        raise trmrl.UserError("a gradient is not finite; start again with a lower --inner-lr")
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
     # bound and improves the objective. If none does, keep theta.
