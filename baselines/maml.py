@@ -20,44 +20,25 @@ The policy has no memory. A policy gradient needs sampled actions, so the agent 
 explores, even in a meta-test that otherwise takes mean actions.
 
 What to expect: the inner step helps much on ML1-Reach, a little on HalfCheetahVel and not at all on
-AntDir (see docs/results.md), perhaps because it learns from so few episodes. In a meta-test with
-mean actions, the return may rise then merely because the sampling stops; `return_before` and
-`return_after` in progress.csv are both sampled.
+AntDir (see docs/results.md). In a meta-test with mean actions, the return may rise after the inner
+step merely because the sampling stops; `return_before` and `return_after` in progress.csv are both
+sampled.
+
+Sections: the agent, which is MAML itself; phases and their value baseline, from which advantages
+come (skip them at first); TRPO, which is given two functions of theta.
 
 Differences from Finn et al.:
 
-- They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one.
-  We have E - 1 (by default two) for the inner step and one for the outer one. (A row has a fixed
-  length: where the ant falls early, further adapted episodes fill it.) They have 40 tasks per
-  iteration, we have 20 (on ML45, 45).
+- They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
+  we, E - 1 (by default two) and one, or more where the ant falls early. They have 40 tasks per
+  iteration; we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- GAE has lambda < 1 and bootstraps at time limits (theirs: 1, and no reward after them). Tasks
-  share a value baseline (theirs have one each).
-- J uses probability ratios in the inner step, too, instead of log-probabilities: the gradient is
-  the same, the second derivatives are not (see below).
-- TRPO has a KL bound of 0.05 and a damping of 0.3 (in their code: 0.01 and 1e-5), and its Hessian
-  is exact (theirs: finite differences, to avoid the third derivatives that autograd takes here).
+- GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and expects no reward
+  after one. Our tasks share a value baseline; theirs have one each.
+- J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
+- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
+  KL divergence is exact; they avoid its third derivatives by finite differences.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
-
-Why J has pi / pi_old and not log pi, as theirs has in the inner step: by the chain rule, the outer
-gradient, that of J_adapted(theta') with respect to theta, is
-
-    (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
-
-Autograd computes it. At theta, where pi is pi_old, log pi and pi / pi_old have the same gradient,
-grad log pi, but not the same Hessian:
-
-    of log pi:       Hessian of log pi,
-    of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
-
-The last term credits exploring actions: one becomes likelier if its part of the inner step,
-advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this term
-is missing. J, too, ignores something: an action changes later states and, with its reward, the
-advantages of earlier steps. Both outer gradients are therefore biased. That of J is the
-low-variance curvature of ProMP (Rothfuss et al. 2019), less noisy than an unbiased one.
-
-The file has three parts: the agent, which is MAML itself; phases and their value baseline, from
-which the advantages come (skip them at first); and TRPO, whose step sees two functions of theta.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
 and A, the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
@@ -110,6 +91,23 @@ class Config(trmrl.Config):
 
 
 # ---- The agent -----------------------------------------------------------------------------------
+#
+# Why J has pi / pi_old in the inner step, and not log pi: the outer gradient, that of
+# J_adapted(theta') with respect to theta, is by the chain rule
+#
+#     (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
+#
+# At theta, where pi is pi_old, log pi and pi / pi_old have the same gradient, grad log pi, but not
+# the same Hessian:
+#
+#     of log pi:       Hessian of log pi,
+#     of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
+#
+# The last term credits exploring actions: one becomes likelier if its part of the inner step,
+# advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this
+# term is missing. J, too, ignores something: an action changes later states and, with its reward,
+# the advantages of earlier steps. Both outer gradients are therefore biased. That of J is the
+# low-variance curvature of ProMP (Rothfuss et al. 2019), less noisy than an unbiased one.
 
 
 class MAML(trmrl.Agent):
@@ -152,10 +150,7 @@ class MAML(trmrl.Agent):
         return (phase.share * phase.advantage * ratio).sum()
 
     def adapt(self, theta, exploring):
-        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too.
-
-        `update` differentiates through it.
-        """
+        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
         # theta is shared (None), the phase is split by row (0). torch.func.grad works even where
         # gradients are switched off, as when the agent acts.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, exploring)
@@ -221,9 +216,8 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. (They are fitted to states
-        # normalised with the old statistics and used on states normalised with the new ones, which
-        # matters only early in training.)
+        # Fit the value baselines for the next batch and meta-test. From then on, states are
+        # normalised with new statistics. That shifts policies and baselines, but only early on.
         self.betas[0] = exploring.fit_baseline(self.config.gamma)
         self.betas[1] = adapted.fit_baseline(self.config.gamma)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
@@ -233,19 +227,18 @@ class MAML(trmrl.Agent):
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
             "return_after": returns[:, self.exploring_episodes].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
-            "updates": 1,  # the number of outer steps
+            "updates": 1,  # an outer step, unless step_fraction is 0
         }
 
 
 # ---- Phases and their value baseline -------------------------------------------------------------
 #
-# Advantages are relative to a value baseline, linear in features of state and time, with one beta
-# per phase:
+# Advantages are relative to a value baseline, with one beta per phase:
 #
 #     V(s) = m / (1 - gamma) + features . beta,    m: mean reward of the row in this phase
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
-# would overfit, so we fit it to all tasks of the last batch (in the first batch beta is 0). But
+# would overfit, so we fit it to all tasks of the last batch; for the first batch, beta is 0. But
 # tasks differ in their rewards: m tells the baseline what the task at hand pays. m / (1 - gamma) is
 # the value of earning m forever. To the features of "Benchmarking Deep RL for Continuous Control"
 # (Duan et al. 2016) we add m s, as a velocity, say, is worth more in one task than in another.
@@ -271,7 +264,7 @@ class Phase(NamedTuple):
     ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of the row
     terminated: torch.Tensor  # (R, C), whether it ends by termination, not at the time limit
     share: torch.Tensor  # (R, C), a step's weight in a mean over the row: 1 / steps, or 0
-    mean_reward: torch.Tensor  # (R, C), of the row; the same in all columns
+    mean_reward: torch.Tensor  # (R, C), of the row in this phase; the same in all columns
     advantage: torch.Tensor | None = None  # (R, C), standardised; make_phase adds it last
 
     def features(self):
@@ -285,8 +278,8 @@ class Phase(NamedTuple):
         time_features = [time, time**2, time**3, torch.ones_like(time)]
         return torch.cat([self.state, self.state**2, m_s, *time_features], dim=-1)
 
-    def advantages(self, beta, gamma, lam):
-        """GAE with the value baseline, (R, C), not yet standardised."""
+    def gae(self, beta, gamma, lam):
+        """Advantages (R, C), which make_phase standardises."""
         value = self.mean_reward / (1 - gamma) + self.features() @ beta
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
         # next state (it has the first one of the next episode): there we take V(s_t), and also, for
@@ -300,16 +293,17 @@ class Phase(NamedTuple):
         steps = self.share > 0
         X = self.features()[steps]  # (steps, D)
         n, D = X.shape
-        # features . beta must explain y, the discounted return less m / (1 - gamma): GAE with
-        # beta = 0 and lambda = 1. (At a time limit, y supposes that the row goes on earning m.)
-        y = self.advantages(X.new_zeros(D), gamma, lam=1.0)[steps]
+        # features . beta must explain y, the discounted return less m / (1 - gamma). With beta = 0
+        # and lambda = 1, GAE adds up to it. (At a time limit, y supposes that the row goes on
+        # earning m.)
+        y = self.gae(X.new_zeros(D), gamma, lam=1.0)[steps]
         ridge = RIDGE * torch.eye(D, device=X.device)
         return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
 def make_phase(config, buffer, mask, beta, rows=slice(None)):
     """The steps of some rows of a buffer where mask (rows, T) is true."""
-    T = mask.shape[1]  # in `act`, the steps so far. Columns without use are cut last.
+    T = mask.shape[1]  # in `act`, the steps so far
     reward = buffer.reward[rows, :T]
     # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends would
     # join those of a row). The last step counts as an end even if its episode goes on.
@@ -329,13 +323,13 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     )
 
     # Standardised in each row: alpha need not match the scale of the rewards.
-    advantage = phase.advantages(beta, config.gamma, config.gae_lambda)
+    advantage = phase.gae(beta, config.gamma, config.gae_lambda)
     advantage = advantage - (phase.share * advantage).sum(dim=1, keepdim=True)
     variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
     phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
 
     # To save time, leave out columns that no row uses: those after the last exploring step or
-    # before the first adapted one. No episode of the phase is cut.
+    # before the first adapted one. This cuts no episode of the phase, only unused steps.
     used = mask.any(dim=0)  # (T,)
     return Phase(*(x[:, used] for x in phase))
 
@@ -375,14 +369,14 @@ def conjugate_gradients(F_times, b):
 
 
 def trpo_step(objective, kl, theta, max_kl):
-    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
+    """Increase objective(theta) within kl(theta) <= max_kl, or keep theta. Returns it and metrics.
 
     For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
-    which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, the Fisher matrix).
+    which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
     Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Writing down F would take P
     of its products with vectors; conjugate gradients take CG_ITERATIONS. F is nearly zero along
-    many directions, in which x would go far, so DAMPING is added to its diagonal everywhere: x
-    becomes shorter than it might be, and closer to the plain gradient.
+    many directions, in which x would go far, so DAMPING is added to its diagonal. x becomes shorter
+    than it might be and closer to the plain gradient, and conjugate gradients converge faster.
     """
     g = grad(objective)(theta)
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
