@@ -30,11 +30,11 @@ come (skip them at first); TRPO, which is given two functions of theta.
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
-  we, E - 1 (by default two) and one, or more where the ant falls early. They have 40 tasks per
-  iteration; we have 20 (on ML45, 45).
+  we, E - 1 (by default two) and one. Where the ant falls early, more adapted episodes fill the
+  row. They have 40 tasks per iteration; we have 20 (on ML45, 45).
 - The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and expects no reward
-  after one. Our tasks share a value baseline; theirs have one each.
+- GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and a value of 0 there.
+  Our tasks share a value baseline; theirs have one each.
 - J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
 - TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
   KL divergence is exact; they avoid its third derivatives by finite differences.
@@ -105,9 +105,9 @@ class Config(trmrl.Config):
 #
 # The last term credits exploring actions: one becomes likelier if its part of the inner step,
 # advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this
-# term is missing. J, too, ignores something: an action changes later states and, with its reward,
-# the advantages of earlier steps. Both outer gradients are therefore biased. That of J is the
-# low-variance curvature of ProMP (Rothfuss et al. 2019), less noisy than an unbiased one.
+# term is missing. J, too, takes the exploring states and advantages as given, although they depend
+# on theta. So both outer gradients are biased. That of J is the low-variance curvature of ProMP
+# (Rothfuss et al. 2019), less noisy than an unbiased one.
 
 
 class MAML(trmrl.Agent):
@@ -123,7 +123,7 @@ class MAML(trmrl.Agent):
         self.exploring_episodes = config.episodes_per_trial - 1  # before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # betas, (2, D), has its weights in the exploring and in the adapted phase. D: see features.
+        # betas, (2, D), has its weights in the exploring and in the adapted phase.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
@@ -176,8 +176,8 @@ class MAML(trmrl.Agent):
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        explores = episode < self.exploring_episodes
-        noise = buffer.noise[:, t] * (explores | sample)[:, None]
+        is_exploring = episode < self.exploring_episodes
+        noise = buffer.noise[:, t] * (is_exploring | sample)[:, None]
         action = mean + log_std.exp() * noise
         return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
 
@@ -191,9 +191,9 @@ class MAML(trmrl.Agent):
         """
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < self.exploring_episodes
-        exploring = make_phase(self.config, buffer, explores, self.betas[0])
-        adapted = make_phase(self.config, buffer, ~explores, self.betas[1])
+        is_exploring = episode < self.exploring_episodes
+        exploring = make_phase(self.config, buffer, is_exploring, self.betas[0])
+        adapted = make_phase(self.config, buffer, ~is_exploring, self.betas[1])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it. At the present theta it gives the policies that acted, up to rounding.
@@ -218,8 +218,8 @@ class MAML(trmrl.Agent):
 
         # Fit the value baselines for the next batch and meta-test. From then on, states are
         # normalised with new statistics. That shifts policies and baselines, but only early on.
-        self.betas[0] = exploring.fit_baseline(self.config.gamma)
-        self.betas[1] = adapted.fit_baseline(self.config.gamma)
+        self.betas[0] = fit_baseline(exploring)
+        self.betas[1] = fit_baseline(adapted)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -227,7 +227,7 @@ class MAML(trmrl.Agent):
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
             "return_after": returns[:, self.exploring_episodes].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
-            "updates": 1,  # an outer step, unless step_fraction is 0
+            "updates": 1,  # or none, if step_fraction is 0
         }
 
 
@@ -236,6 +236,7 @@ class MAML(trmrl.Agent):
 # Advantages are relative to a value baseline, with one beta per phase:
 #
 #     V(s) = m / (1 - gamma) + features . beta,    m: mean reward of the row in this phase
+#     features = [s, s^2, m s, time, time^2, time^3, 1],    time: in the episode, in 100 steps
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
 # would overfit, so we fit it to all tasks of the last batch; for the first batch, beta is 0. But
@@ -246,92 +247,81 @@ class MAML(trmrl.Agent):
 # Two caveats: since m depends on the actions, such a baseline biases the gradient; and on
 # MetaWorld, test episodes are longer than those of training, so it extrapolates in time.
 
-RIDGE = 1e-3  # the penalty of the squared weights of the baseline
+RIDGE = 1e-3  # the penalty of the squared beta
 
 
 class Phase(NamedTuple):
     """The steps of one phase, as bare tensors, which vmap can split by row (then R is absent).
 
-    Where episodes end early, as on the ant, a phase covers different columns in different rows. So
-    it has the C columns of a buffer that at least one row uses. Where another row does not, share
-    is 0, and nothing else has a meaning.
+    Where episodes end early, as on the ant, a phase covers different columns in different rows. C
+    columns are those that at least one row uses. Where another row does not, share is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    reward: torch.Tensor  # (R, C)
-    ends: torch.Tensor  # (R, C), whether a step is the last of its episode, or of the row
-    terminated: torch.Tensor  # (R, C), whether it ends by termination, not at the time limit
-    share: torch.Tensor  # (R, C), a step's weight in a mean over the row: 1 / steps, or 0
-    mean_reward: torch.Tensor  # (R, C), of the row in this phase; the same in all columns
-    advantage: torch.Tensor | None = None  # (R, C), standardised; make_phase adds it last
-
-    def features(self):
-        """What the value baseline is linear in, (R, C, D): D = 3 S + 4."""
-        # The time since the episode began, in units of 100 steps. Ends 0 1 0 1: began 0 0 2 2.
-        t = torch.arange(self.ends.shape[1], device=self.ends.device)
-        began = (self.ends.roll(1, dims=1) * t).cummax(dim=1).values
-        time = (t - began)[..., None] / 100
-
-        m_s = self.mean_reward[..., None] * self.state
-        time_features = [time, time**2, time**3, torch.ones_like(time)]
-        return torch.cat([self.state, self.state**2, m_s, *time_features], dim=-1)
-
-    def gae(self, beta, gamma, lam):
-        """Advantages (R, C), which make_phase standardises."""
-        value = self.mean_reward / (1 - gamma) + self.features() @ beta
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
-        # next state (it has the first one of the next episode): there we take V(s_t), and also, for
-        # simplicity, at the end of a row.
-        next_value = torch.where(self.ends, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(self.terminated, 0.0)
-        return trmrl.gae(self.reward, value, next_value, self.ends, gamma, lam)
-
-    def fit_baseline(self, gamma):
-        """beta (D,) by ridge regression over the steps of the phase."""
-        steps = self.share > 0
-        X = self.features()[steps]  # (steps, D)
-        n, D = X.shape
-        # features . beta must explain y, the discounted return less m / (1 - gamma). With beta = 0
-        # and lambda = 1, GAE adds up to it. (At a time limit, y supposes that the row goes on
-        # earning m.)
-        y = self.gae(X.new_zeros(D), gamma, lam=1.0)[steps]
-        ridge = RIDGE * torch.eye(D, device=X.device)
-        return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
+    advantage: torch.Tensor  # (R, C), standardised in each row
+    share: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
+    features: torch.Tensor  # (R, C, D), of the value baseline
+    target: torch.Tensor  # (R, C), what features . beta should be
 
 
 def make_phase(config, buffer, mask, beta, rows=slice(None)):
     """The steps of some rows of a buffer where mask (rows, T) is true."""
     T = mask.shape[1]  # in `act`, the steps so far
+    state = buffer.state[rows, :T]
     reward = buffer.reward[rows, :T]
-    # The policy has no memory, so each episode is a trajectory of its own (trajectory_ends would
-    # join those of a row). The last step counts as an end even if its episode goes on.
+    # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
+    # would join those of a row). The last step counts as an end even if its episode goes on.
     ends = buffer.eta[rows, :T] > 0
     ends[:, -1] = True
+
     num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
-    mean_reward = (reward * mask).sum(dim=1, keepdim=True) / num_steps
-    phase = Phase(
-        state=buffer.state[rows, :T],
-        action=buffer.action[rows, :T],
-        old_log_prob=buffer.log_prob[rows, :T],
-        reward=reward,
-        ends=ends,
-        terminated=buffer.terminated[rows, :T],
-        share=mask / num_steps,
-        mean_reward=mean_reward.expand(-1, T),
-    )
+    share = mask / num_steps
+    m = (reward * mask).sum(dim=1, keepdim=True) / num_steps
+    time = time_in_episode(ends)[..., None] / 100
+    time_features = [time, time**2, time**3, torch.ones_like(time)]
+    features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
 
-    # Standardised in each row: alpha need not match the scale of the rewards.
-    advantage = phase.gae(beta, config.gamma, config.gae_lambda)
-    advantage = advantage - (phase.share * advantage).sum(dim=1, keepdim=True)
-    variance = (phase.share * advantage**2).sum(dim=1, keepdim=True)
-    phase = phase._replace(advantage=advantage / (variance.sqrt() + 1e-8))
+    def gae(value, lam):
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
+        # next state (it has the first one of the next episode): there we take V(s_t), and also, for
+        # simplicity, at the end of a row.
+        next_value = torch.where(ends, value, value.roll(-1, dims=1))
+        next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
+        return trmrl.gae(reward, value, next_value, ends, config.gamma, lam)
 
-    # To save time, leave out columns that no row uses: those after the last exploring step or
-    # before the first adapted one. This cuts no episode of the phase, only unused steps.
+    forever = (m / (1 - config.gamma)).expand(-1, T)  # the value of earning m forever
+    advantage = gae(forever + features @ beta, config.gae_lambda)
+    advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
+    variance = (share * advantage**2).sum(dim=1, keepdim=True)
+    advantage = advantage / (variance.sqrt() + 1e-8)
+    # With lambda = 1, an advantage is the discounted return less the value: the return less
+    # `forever` is what features . beta must explain.
+    target = gae(forever, lam=1.0)
+
+    columns = (state, buffer.action[rows, :T], buffer.log_prob[rows, :T])
+    columns += (advantage, share, features, target)
     used = mask.any(dim=0)  # (T,)
-    return Phase(*(x[:, used] for x in phase))
+    return Phase(*(x[:, used] for x in columns))
+
+
+def time_in_episode(ends):
+    """The steps since the episode began, (R, T). Where ends is 0 1 0 1, they are 0 1 0 1."""
+    t = torch.arange(ends.shape[1], device=ends.device)
+    # The step after an end begins an episode. (What roll brings from the end to the start, t = 0
+    # removes.)
+    began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 2 2
+    return t - began
+
+
+def fit_baseline(phase):
+    """beta (D,) by ridge regression over the steps of the phase."""
+    steps = phase.share > 0
+    X, y = phase.features[steps], phase.target[steps]  # (n, D), (n,)
+    n, D = X.shape
+    ridge = RIDGE * torch.eye(D, device=X.device)
+    return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
