@@ -9,10 +9,10 @@ has seen:
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
 J is the surrogate objective of TRPO: the mean of advantage times pi / pi_old in a phase. pi_old is
-the policy that acted; at its weights, grad J is the policy gradient. Meta-training maximises
-J_adapted(theta'), so the outer gradient passes through the inner step: MAML needs second
-derivatives. TRPO chooses the outer step, roughly the best one for which the KL divergence between
-old and new adapted policies, averaged over tasks, stays within a bound.
+the policy that acted; at its weights, grad J is the policy gradient. Meta-training maximises the
+mean of J_adapted(theta'(theta)) over tasks. The outer gradient passes through the inner step, so
+MAML needs second derivatives. TRPO chooses the outer step, roughly the best one for which the KL
+divergence between old and new adapted policies, averaged over tasks, stays within a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -25,19 +25,20 @@ step merely because the sampling stops; `return_before` and `return_after` in pr
 sampled.
 
 Sections: the agent, which is MAML itself; phases and their value baseline, from which advantages
-come (skip them at first); TRPO, which is given two functions of theta.
+come (skip them at first); TRPO, for any objective and KL divergence.
 
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
   we, E - 1 (by default two) and one. Where the ant falls early, more adapted episodes fill the
   row. They have 40 tasks per iteration; we have 20 (on ML45, 45).
-- The policy has two layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
+- The policy has two hidden layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and a value of 0 there.
   Our tasks share a value baseline; theirs have one each.
 - J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
-- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
-  KL divergence is exact; they avoid its third derivatives by finite differences.
+- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The adapted
+  policies contain a gradient, so the Hessian of their KL divergence takes third derivatives. We
+  leave them to autograd; they take finite differences.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
@@ -105,9 +106,9 @@ class Config(trmrl.Config):
 #
 # The last term credits exploring actions: one becomes likelier if its part of the inner step,
 # advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this
-# term is missing. J, too, takes the exploring states and advantages as given, although they depend
-# on theta. So both outer gradients are biased. That of J is the low-variance curvature of ProMP
-# (Rothfuss et al. 2019), less noisy than an unbiased one.
+# term is missing. Even with pi / pi_old, the exploring states and advantages are taken as given,
+# although they depend on theta. So the outer gradient is biased either way, but less noisy than an
+# unbiased one. With pi / pi_old, it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
 
 
 class MAML(trmrl.Agent):
@@ -120,11 +121,11 @@ class MAML(trmrl.Agent):
     def __init__(self, config, sizes):
         S, _, _ = sizes
         super().__init__(config, sizes, e_size=S)
-        self.exploring_episodes = config.episodes_per_trial - 1  # before the inner step
+        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
         # betas, (2, D), has its weights in the exploring and in the adapted phase.
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # see make_phase
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
     @property
@@ -168,18 +169,20 @@ class MAML(trmrl.Agent):
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
         just_ended = done[:, -1:].any(dim=1)  # not [:, -1]: at t = 0 there are no columns
-        ready = just_ended & (episode == self.exploring_episodes)
+        ready = just_ended & (episode == self.num_exploring)
         if ready.any():
             all_steps = torch.ones_like(done[ready])  # so far, all belong to the exploring phase
-            exploring = make_phase(self.config, buffer, all_steps, self.betas[0], rows=ready)
+            exploring_beta, _ = self.betas
+            exploring = make_phase(self.config, buffer, all_steps, exploring_beta, rows=ready)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        is_exploring = episode < self.exploring_episodes
+        is_exploring = episode < self.num_exploring
         noise = buffer.noise[:, t] * (is_exploring | sample)[:, None]
         action = mean + log_std.exp() * noise
-        return action, trmrl.gaussian_log_prob(mean, log_std, action), torch.zeros_like(mean[:, 0])
+        no_value = torch.zeros_like(mean[:, 0])
+        return action, trmrl.gaussian_log_prob(mean, log_std, action), no_value
 
     def update(self, buffer, optimizer, generator):
         """One outer step, by TRPO; the optimizer and the generator are not used.
@@ -187,16 +190,18 @@ class MAML(trmrl.Agent):
         maximise      J_adapted(theta'), averaged over tasks
         subject to    KL(old adapted policy || new one), averaged over tasks,  <=  max_kl
 
-        Both are functions of theta, on the experience collected with the present theta and theta'.
+        The objective and the KL divergence are functions of theta, on the experience collected with
+        the present theta and theta'.
         """
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        is_exploring = episode < self.exploring_episodes
-        exploring = make_phase(self.config, buffer, is_exploring, self.betas[0])
-        adapted = make_phase(self.config, buffer, ~is_exploring, self.betas[1])
+        is_exploring = episode < self.num_exploring
+        exploring_beta, adapted_beta = self.betas
+        exploring = make_phase(self.config, buffer, is_exploring, exploring_beta)
+        adapted = make_phase(self.config, buffer, ~is_exploring, adapted_beta)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it. At the present theta it gives the policies that acted, up to rounding.
+        # through it. At the present theta it gives the weights that acted, up to rounding.
         def theta_prime(theta):
             return self.adapt(theta, exploring)
 
@@ -217,17 +222,16 @@ class MAML(trmrl.Agent):
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
         # Fit the value baselines for the next batch and meta-test. From then on, states are
-        # normalised with new statistics. That shifts policies and baselines, but only early on.
-        self.betas[0] = fit_baseline(exploring)
-        self.betas[1] = fit_baseline(adapted)
+        # normalised with new statistics, which shifts policies and baselines less and less.
+        self.betas.copy_(torch.stack([fit_baseline(exploring), fit_baseline(adapted)]))
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
-            "return_after": returns[:, self.exploring_episodes].mean(),  # of the first adapted one
+            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
-            "updates": 1,  # or none, if step_fraction is 0
+            "updates": 1,
         }
 
 
@@ -240,9 +244,10 @@ class MAML(trmrl.Agent):
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
 # would overfit, so we fit it to all tasks of the last batch; for the first batch, beta is 0. But
-# tasks differ in their rewards: m tells the baseline what the task at hand pays. m / (1 - gamma) is
-# the value of earning m forever. To the features of "Benchmarking Deep RL for Continuous Control"
-# (Duan et al. 2016) we add m s, as a velocity, say, is worth more in one task than in another.
+# tasks differ in their rewards: m tells the baseline what this task pays. m / (1 - gamma) is the
+# value of earning m forever. To the features of Duan et al. 2016 ("Benchmarking Deep Reinforcement
+# Learning for Continuous Control") we add m s, as a velocity, say, is worth more in one task than
+# in another.
 #
 # Two caveats: since m depends on the actions, such a baseline biases the gradient; and on
 # MetaWorld, test episodes are longer than those of training, so it extrapolates in time.
@@ -251,7 +256,7 @@ RIDGE = 1e-3  # the penalty of the squared beta
 
 
 class Phase(NamedTuple):
-    """The steps of one phase, as bare tensors, which vmap can split by row (then R is absent).
+    """The steps of one phase: tensors only, so that vmap can split it by row (then R is absent).
 
     Where episodes end early, as on the ant, a phase covers different columns in different rows. C
     columns are those that at least one row uses. Where another row does not, share is 0.
@@ -267,7 +272,11 @@ class Phase(NamedTuple):
 
 
 def make_phase(config, buffer, mask, beta, rows=slice(None)):
-    """The steps of some rows of a buffer where mask (rows, T) is true."""
+    """The steps of some rows of a buffer where mask (rows, T) is true.
+
+    Everything is computed for all T steps, and share hides those outside the phase. Advantages do
+    not mix the two: phases meet where an episode ends.
+    """
     T = mask.shape[1]  # in `act`, the steps so far
     state = buffer.state[rows, :T]
     reward = buffer.reward[rows, :T]
@@ -283,7 +292,7 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     time_features = [time, time**2, time**3, torch.ones_like(time)]
     features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
 
-    def gae(value, lam):
+    def advantages(value, lam):
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
         # next state (it has the first one of the next episode): there we take V(s_t), and also, for
         # simplicity, at the end of a row.
@@ -292,26 +301,25 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
         return trmrl.gae(reward, value, next_value, ends, config.gamma, lam)
 
     forever = (m / (1 - config.gamma)).expand(-1, T)  # the value of earning m forever
-    advantage = gae(forever + features @ beta, config.gae_lambda)
+    advantage = advantages(forever + features @ beta, config.gae_lambda)
     advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
     variance = (share * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
-    # With lambda = 1, an advantage is the discounted return less the value: the return less
-    # `forever` is what features . beta must explain.
-    target = gae(forever, lam=1.0)
+    # With lambda = 1, an advantage is the discounted return (at a time limit: bootstrapped) less
+    # the value. So this is the return less `forever`, which features . beta must explain.
+    target = advantages(forever, lam=1.0)
 
-    columns = (state, buffer.action[rows, :T], buffer.log_prob[rows, :T])
-    columns += (advantage, share, features, target)
+    action, old_log_prob = buffer.action[rows, :T], buffer.log_prob[rows, :T]
+    fields = (state, action, old_log_prob, advantage, share, features, target)
     used = mask.any(dim=0)  # (T,)
-    return Phase(*(x[:, used] for x in columns))
+    return Phase(*(x[:, used] for x in fields))
 
 
 def time_in_episode(ends):
-    """The steps since the episode began, (R, T). Where ends is 0 1 0 1, they are 0 1 0 1."""
+    """The steps since the episode began, (R, T). Where ends is 0 0 1 0 1, they are 0 1 2 0 1."""
     t = torch.arange(ends.shape[1], device=ends.device)
-    # The step after an end begins an episode. (What roll brings from the end to the start, t = 0
-    # removes.)
-    began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 2 2
+    # The step after an end begins an episode. (roll wraps the last end to t = 0, which makes it 0.)
+    began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
     return t - began
 
 
@@ -342,8 +350,8 @@ def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
 def conjugate_gradients(F_times, b):
     """Solve F x = b approximately, where F_times(v) is F v.
 
-    x minimises x^T F x / 2 - b^T x. Each direction is conjugate to the earlier ones (the product of
-    two with F is 0), so a step along it leaves x optimal along those.
+    x minimises x^T F x / 2 - b^T x. Each direction d is conjugate to every earlier one e, that is,
+    d^T F e = 0. So a step along d leaves x optimal along e.
     """
     x, residual, direction = torch.zeros_like(b), b, b
     for _ in range(CG_ITERATIONS):
@@ -359,14 +367,16 @@ def conjugate_gradients(F_times, b):
 
 
 def trpo_step(objective, kl, theta, max_kl):
-    """Increase objective(theta) within kl(theta) <= max_kl, or keep theta. Returns it and metrics.
+    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
     For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
     which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
     Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Writing down F would take P
-    of its products with vectors; conjugate gradients take CG_ITERATIONS. F is nearly zero along
-    many directions, in which x would go far, so DAMPING is added to its diagonal. x becomes shorter
-    than it might be and closer to the plain gradient, and conjugate gradients converge faster.
+    of its products with vectors; conjugate gradients take CG_ITERATIONS.
+
+    F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
+    diagonal. x becomes shorter than it might be and closer to the plain gradient, and conjugate
+    gradients converge faster.
     """
     g = grad(objective)(theta)
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
@@ -378,7 +388,7 @@ def trpo_step(objective, kl, theta, max_kl):
     step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
     # Without this check, the line search would keep theta and say nothing.
     if not step.isfinite().all():
-        raise trmrl.UserError("a gradient is not finite; start again with a lower --inner-lr")
+        raise trmrl.UserError("the outer step is not finite; start again with a lower --inner-lr")
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
     # bound and improves the objective. If none does, keep theta.
