@@ -30,15 +30,15 @@ come (skip them at first); TRPO, for any objective and KL divergence.
 Differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
-  we, E - 1 (by default two) and one. Where the ant falls early, more adapted episodes fill the
-  row. They have 40 tasks per iteration; we have 20 (on ML45, 45).
+  we, E - 1 (by default two) and one. Where our ant falls early, more adapted episodes fill its row.
+  They have 40 tasks per iteration; we have 20 (on ML45, 45).
 - The policy has two hidden layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
 - GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and a value of 0 there.
-  Our tasks share a value baseline; theirs have one each.
+  Our tasks share a value baseline, which has more features; theirs have one each.
 - J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
-- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The adapted
-  policies contain a gradient, so the Hessian of their KL divergence takes third derivatives. We
-  leave them to autograd; they take finite differences.
+- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
+  KL divergence is exact; theirs is of finite differences. (Autograd takes third derivatives, but at
+  theta, where the divergence has no gradient, they cancel.)
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
@@ -68,8 +68,8 @@ UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr"
 # lr = 0, progress.csv shows no false learning rate.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# More steps and a larger std than TrMRL's, as the policy gradient is noisy, and a higher lambda, as
-# the value baseline is crude. Other environments were not tuned.
+# More steps than TrMRL's, as the policy gradient is noisy; a larger std, to explore more; a higher
+# lambda, as the value baseline is crude. Other environments were not tuned.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
 
 
@@ -98,21 +98,21 @@ class Config(trmrl.Config):
 #
 #     (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
 #
-# At theta, where pi is pi_old, log pi and pi / pi_old have the same gradient, grad log pi, but not
-# the same Hessian:
+# H is a mean over steps, of the advantage times a Hessian. At theta, where pi is pi_old, log pi and
+# pi / pi_old have the same gradient, grad log pi, but not the same Hessian:
 #
 #     of log pi:       Hessian of log pi,
 #     of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
 #
-# The last term credits exploring actions: one becomes likelier if its part of the inner step,
-# advantage * grad log pi, has a positive product with grad J_adapted(theta'). With log pi, this
-# term is missing. Even with pi / pi_old, the exploring states and advantages are taken as given,
-# although they depend on theta. So the outer gradient is biased either way, but less noisy than an
-# unbiased one. With pi / pi_old, it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
+# The last term credits exploring actions: one becomes likelier if the inner step that it alone
+# would cause, advantage * grad log pi, improves J_adapted. With log pi, this term is missing. Even
+# with pi / pi_old, the exploring states and advantages are taken as given, although they depend on
+# theta. So the outer gradient is biased either way, but less noisy than an unbiased one. With
+# pi / pi_old, it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
 
 
 class MAML(trmrl.Agent):
-    """A policy whose weights one gradient step adapts to a new task."""
+    """A policy without memory; one gradient step adapts its weights to a new task."""
 
     name = "maml"
     command = "python -m baselines.maml"
@@ -311,14 +311,14 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
 
     action, old_log_prob = buffer.action[rows, :T], buffer.log_prob[rows, :T]
     fields = (state, action, old_log_prob, advantage, share, features, target)
-    used = mask.any(dim=0)  # (T,)
+    used = mask.any(dim=0)  # (T,): drop the other columns, to save time
     return Phase(*(x[:, used] for x in fields))
 
 
 def time_in_episode(ends):
     """The steps since the episode began, (R, T). Where ends is 0 0 1 0 1, they are 0 1 2 0 1."""
     t = torch.arange(ends.shape[1], device=ends.device)
-    # The step after an end begins an episode. (roll wraps the last end to t = 0, which makes it 0.)
+    # The step after an end begins an episode. (What roll wraps to t = 0 is multiplied by 0.)
     began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
     return t - began
 
