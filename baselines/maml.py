@@ -27,7 +27,7 @@ sampled.
 Sections: the agent, which is MAML itself; phases and their value baseline, from which advantages
 come (skip them at first); TRPO, for any objective and KL divergence.
 
-Differences from Finn et al.:
+Main differences from Finn et al.:
 
 - They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
   we, E - 1 (by default two) and one. Where our ant falls early, more adapted episodes fill its row.
@@ -37,8 +37,7 @@ Differences from Finn et al.:
   Our tasks share a value baseline, which has more features; theirs have one each.
 - J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
 - TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
-  KL divergence is exact; theirs is of finite differences. (Autograd takes third derivatives, but at
-  theta, where the divergence has no gradient, they cancel.)
+  KL divergence is exact; theirs is of finite differences.
 - A meta-test takes one inner step, not several; all later episodes keep theta'.
 
 Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
@@ -258,8 +257,8 @@ RIDGE = 1e-3  # the penalty of the squared beta
 class Phase(NamedTuple):
     """The steps of one phase: tensors only, so that vmap can split it by row (then R is absent).
 
-    Where episodes end early, as on the ant, a phase covers different columns in different rows. C
-    columns are those that at least one row uses. Where another row does not, share is 0.
+    Where episodes end early, as on the ant, a phase covers different columns in different rows.
+    Columns that no row uses are dropped, C are left. Where a row does not use one, share is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -274,8 +273,8 @@ class Phase(NamedTuple):
 def make_phase(config, buffer, mask, beta, rows=slice(None)):
     """The steps of some rows of a buffer where mask (rows, T) is true.
 
-    Everything is computed for all T steps, and share hides those outside the phase. Advantages do
-    not mix the two: phases meet where an episode ends.
+    Everything is computed for all T steps, and share hides those outside the phase. Advantages
+    never cross from one phase into the other, because phases meet where an episode ends.
     """
     T = mask.shape[1]  # in `act`, the steps so far
     state = buffer.state[rows, :T]
@@ -292,22 +291,22 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     time_features = [time, time**2, time**3, torch.ones_like(time)]
     features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
 
-    def advantages(value, lam):
+    def gae_of(value, lam):
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
-        # next state (it has the first one of the next episode): there we take V(s_t), and also, for
-        # simplicity, at the end of a row.
+        # next state (it has the first one of the next episode). There and, for simplicity, at the
+        # end of a row, we take V(s_t).
         next_value = torch.where(ends, value, value.roll(-1, dims=1))
         next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
         return trmrl.gae(reward, value, next_value, ends, config.gamma, lam)
 
     forever = (m / (1 - config.gamma)).expand(-1, T)  # the value of earning m forever
-    advantage = advantages(forever + features @ beta, config.gae_lambda)
+    advantage = gae_of(forever + features @ beta, config.gae_lambda)
     advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
     variance = (share * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
     # With lambda = 1, an advantage is the discounted return (at a time limit: bootstrapped) less
-    # the value. So this is the return less `forever`, which features . beta must explain.
-    target = advantages(forever, lam=1.0)
+    # the value. So this is what features . beta must explain: the return less `forever`.
+    target = gae_of(forever, lam=1.0)
 
     action, old_log_prob = buffer.action[rows, :T], buffer.log_prob[rows, :T]
     fields = (state, action, old_log_prob, advantage, share, features, target)
@@ -379,7 +378,9 @@ def trpo_step(objective, kl, theta, max_kl):
     gradients converge faster.
     """
     g = grad(objective)(theta)
-    _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
+    # v -> (v^T F,). kl contains the inner step, so autograd takes third derivatives here, but they
+    # are multiplied by the gradient of the divergence, 0 at theta.
+    _, v_times_F = vjp(grad(kl), theta)
 
     def damped_F_times(v):
         return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
