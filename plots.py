@@ -1084,10 +1084,10 @@ def env_table(env, groups):
 
 
 def minutes(seeds, column="seconds"):
-    """Minutes of a run, mean over the seeds that noted them."""
+    """Minutes of a run, median over the seeds that noted them."""
     lines = [read_csv(run.path / "progress.csv")[-1] for run in seeds]
     values = [float(line[column]) / 60 for line in lines if column in line]
-    return f"{np.mean(values):.0f}" if values else "-"
+    return f"{np.median(values):.0f}" if values else "-"
 
 
 def parameters(run):
