@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
@@ -361,16 +361,16 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
 def panel_note(env, groups, looks=AGENTS):
     """How many seeds the curves have and, for an arm, how it acted in the meta-tests."""
     counts = {key: len(seeds) for key, seeds in groups.items() if key != "yours"}
-    most = max(counts.values(), default=1)
-    note = plural(most, "seed")
-    if most > 1 and not is_arm(env):  # panels of arms are narrow
+    usual = max(Counter(counts.values()).items(), key=lambda item: item[::-1], default=(1, 0))[0]
+    note = plural(usual, "seed")
+    if usual > 1 and not is_arm(env):
         note = f"mean and range of {note}"
     labels = looks | AGENTS  # "PEARL", not "PEARL, episode 3"
-    for n in sorted(set(counts.values()) - {most}):
+    for n in sorted(set(counts.values()) - {usual}):
         note += f" ({n} for {', '.join(labels[k][0] for k in counts if counts[k] == n)})"
     if is_arm(env):
         actions = {run.tests[0]["actions"] for seeds in groups.values() for run in seeds}
-        note += f", {' and '.join(sorted(actions))} actions"
+        note += f", {' and '.join(sorted(actions))}"  # actions; the panels are narrow
     return note
 
 

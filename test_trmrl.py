@@ -1853,12 +1853,14 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     mean = [(100, "test", i, 1, 900.0, 0, "mean") for i in range(4)]
     run = plots.read_run(pretend(tmp_path / "new", mean + sampled, env="ml1_reach"))
     assert plots.learning_curve(run) == {100: 0.5}
-    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "1 seed, sampled actions"
+    assert plots.panel_note("ml1_reach", {"trmrl": [run]}) == "1 seed, sampled"
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
     both = {"trmrl": [old, old], "rl2": [old]}
-    assert plots.panel_note("ml1_reach", both) == "2 seeds (1 for RL²), mean actions"
+    assert plots.panel_note("ml1_reach", both) == "2 seeds (1 for RL²), mean"
     assert plots.panel_note("ant_dir", both) == "mean and range of 2 seeds (1 for RL²)"
+    most = {"trmrl": [run, run, run], "rl2": [run], "varibad": [run]}  # most agents have one
+    assert plots.panel_note("ml1_reach", most) == "1 seed (3 for TrMRL), sampled"
     groups, looks = {(12,): [run, run], (4,): [run]}, plots.ablation_looks("layers", [(4,), (12,)])
     note = plots.panel_note("ant_dir", groups, looks)
     assert note == "mean and range of 2 seeds (1 for layers: 4)"
