@@ -225,6 +225,7 @@ def group_runs(runs, key, options):
 
 # ---- 3. Learning curves (Fig. 4, 5, 6 and 10 to 13) ----------------------------------------------
 
+PEER = "SB3 RecurrentPPO"  # of results/recurrent_ppo.py: in tables, but not in the paper's figures
 # PEARL and MAML adapt from one episode to the next, so Fig. 4 shows their third episode.
 SHOWN_EPISODE = {"pearl": 3, "maml": 3}
 LABELLED = dict(AGENTS)
@@ -335,7 +336,7 @@ def draw_runs(name, runs, options, read, plot, which="", key=None, looks=AGENTS)
     """A panel per env, a curve per agent or other key: what `read` finds in the runs, if any."""
     if key is None:
         key = attrgetter("agent")
-        runs = [run for run in runs if not run.ablation]
+        runs = [run for run in runs if not run.ablation and run.agent != PEER]
     groups = group_runs([run for run in runs if read(run)], key, options)
     if not groups:
         return "needs a finished run: python trmrl.py --env halfcheetah_vel"

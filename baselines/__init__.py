@@ -7,13 +7,14 @@
     maml     adapts its weights by one policy gradient step (the outer step is TRPO's)
     oracle   is told the task (PPO); not in the paper
 
-The score of an agent is the return of its first test episode. pearl and maml adapt only between
-episodes: pearl is scored on its third, maml on its E-th, by default also the third. All are
-subclasses of trmrl.Agent, and the letters E, R, T, S, A, k and d are those of trmrl.py; each file
-explains its own other letters. Read oracle.py first, the smallest; then rl2.py; then varibad.py,
-which borrows two functions of rl2.py. pearl.py and maml.py stand alone.
+The score of an agent is the return of its first test episode, but pearl and maml, which adapt only
+between episodes, are scored on a later one: pearl on its third, maml on its E-th, where its E is 3
+by default. All are subclasses of trmrl.Agent and use its letters; each file explains new ones.
+
+Read oracle.py first, the smallest; then rl2.py; then varibad.py, which builds on rl2.py. pearl.py
+and maml.py can be read on their own.
 """
 
 # Settings that are not flags of any baseline: those that only a transformer has, and keep_memory,
-# which the method decides (true if the episodes of a trial depend on each other).
+# which each method fixes (true: one row of a Buffer holds all episodes of a trial).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

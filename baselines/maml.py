@@ -8,41 +8,24 @@ has seen:
 
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
-J is the surrogate objective of TRPO: the mean of advantage times pi / pi_old in a phase. pi_old is
-the policy that acted; at its weights, grad J is the policy gradient. Meta-training maximises the
-mean of J_adapted(theta'(theta)) over tasks. The outer gradient passes through the inner step, so
-MAML needs second derivatives. TRPO chooses the outer step, roughly the best one for which the KL
-divergence between old and new adapted policies, averaged over tasks, stays within a bound.
+J is the mean, over the steps of a phase, of advantage * pi / pi_old, where pi_old is the policy
+that acted. Where pi is pi_old, grad J is the policy gradient. Meta-training maximises the mean over
+tasks of J_adapted(theta'). Its gradient with respect to theta passes through the inner step, so
+MAML needs second derivatives. TRPO takes the outer step: about the best one that keeps the new
+adapted policies within a KL divergence of the old ones.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. A policy gradient needs sampled actions, so the agent samples while it
 explores, even in a meta-test that otherwise takes mean actions.
 
-What to expect: the inner step helps much on ML1-Reach, a little on HalfCheetahVel and not at all on
-AntDir (see docs/results.md). In a meta-test with mean actions, the return may rise after the inner
-step merely because the sampling stops; `return_before` and `return_after` in progress.csv are both
-sampled.
+The main difference from Finn et al. is the amount of data: they have 40 tasks per iteration and
+gather 20 episodes of each for the inner step and 20 for the outer one (on AntDir 40); we have 20
+tasks, and gather E - 1 (by default two) and one. docs/differences.md lists the others.
 
-Sections: the agent, which is MAML itself; phases and their value baseline, from which advantages
-come (skip them at first); TRPO, for any objective and KL divergence.
-
-Main differences from Finn et al.:
-
-- They gather 20 episodes of a task (40 on AntDir) for the inner step and as many for the outer one;
-  we, E - 1 (by default two) and one. Where our ant falls early, more adapted episodes fill its row.
-  They have 40 tasks per iteration; we have 20 (on ML45, 45).
-- The policy has two hidden layers of 64 tanh units (theirs: 100 ReLU), and states are normalised.
-- GAE has lambda < 1 and bootstraps at time limits; theirs has lambda = 1 and a value of 0 there.
-  Our tasks share a value baseline, which has more features; theirs have one each.
-- J has pi / pi_old in the inner step, too, where they have log pi (see "The agent").
-- TRPO has a KL bound of 0.05 and a damping of 0.3; in their code, 0.01 and 1e-5. The Hessian of the
-  KL divergence is exact; theirs is of finite differences.
-- A meta-test takes one inner step, not several; all later episodes keep theta'.
-
-Shapes: R rows of T steps, each row the episodes of one task; C columns of a phase (see Phase); S
-and A, the sizes of a state and an action; P weights of the policy, log_std included, as one vector;
-D features of the value baseline.
+Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S and A, the sizes of
+a state and an action; P weights of the policy, log_std included, as one vector; D features of the
+value baseline.
 """
 
 import sys
@@ -63,9 +46,7 @@ from trmrl import setting
 # Settings without a meaning here, most of them of PPO and its Adam.
 UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
-# Two exploring episodes and an adapted one. Run still builds an Adam, which nothing uses; with
-# lr = 0, progress.csv shows no false learning rate.
-COMMON = dict(episodes_per_trial=3, lr=0.0)
+COMMON = dict(episodes_per_trial=3, lr=0.0)  # nothing uses the Adam that a Run builds
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # More steps than TrMRL's, as the policy gradient is noisy; a larger std, to explore more; a higher
 # lambda, as the value baseline is crude. Other environments were not tuned.
@@ -92,22 +73,24 @@ class Config(trmrl.Config):
 
 # ---- The agent -----------------------------------------------------------------------------------
 #
-# Why J has pi / pi_old in the inner step, and not log pi: the outer gradient, that of
-# J_adapted(theta') with respect to theta, is by the chain rule
-#
-#     (I + alpha H) grad J_adapted(theta'),    H: the Hessian of J_exploring at theta.
-#
-# H is a mean over steps, of the advantage times a Hessian. At theta, where pi is pi_old, log pi and
-# pi / pi_old have the same gradient, grad log pi, but not the same Hessian:
-#
-#     of log pi:       Hessian of log pi,
-#     of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T.
-#
-# The last term credits exploring actions: one becomes likelier if the inner step that it alone
-# would cause, advantage * grad log pi, improves J_adapted. With log pi, this term is missing. Even
-# with pi / pi_old, the exploring states and advantages are taken as given, although they depend on
-# theta. So the outer gradient is biased either way, but less noisy than an unbiased one. With
-# pi / pi_old, it is the low-variance curvature of ProMP (Rothfuss et al. 2019).
+# One phase, or the part of it in one row, is a Phase. Its tensors are made by `make_phase`, in the
+# section after this one, which you can skip at first: it is about advantages.
+
+
+class Phase(NamedTuple):
+    """The steps of one phase: tensors only, so that vmap can split it by row (then R is absent).
+
+    Where episodes end early, as on the ant, a phase covers different columns in different rows.
+    Columns that no row uses are dropped, C are left. Where a row does not use one, share is 0.
+    """
+
+    state: torch.Tensor  # (R, C, S)
+    action: torch.Tensor  # (R, C, A)
+    old_log_prob: torch.Tensor  # (R, C), when the action was taken
+    advantage: torch.Tensor  # (R, C), standardised in each row
+    share: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
+    features: torch.Tensor  # (R, C, D), of the value baseline
+    target: torch.Tensor  # (R, C), what features . beta should be
 
 
 class MAML(trmrl.Agent):
@@ -141,13 +124,16 @@ class MAML(trmrl.Agent):
         return functional_call(self.policy_head, named_weights, (state,)), log_std
 
     def J(self, weights, phase):
-        """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s)."""
+        """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
+
+        Where pi is pi_old, its gradient is the same with log pi in place of pi / pi_old (as Finn et
+        al. have it in the inner step), but its Hessian is not: with log pi, exploring actions would
+        get no credit for the inner step that they cause. See docs/differences.md.
+        """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
         ratio = (log_prob - phase.old_log_prob).exp()
-        # share is 1 / steps in the phase and 0 outside it: this is a mean. Only log_prob depends on
-        # the weights; the advantage and old_log_prob are data.
-        return (phase.share * phase.advantage * ratio).sum()
+        return (phase.share * phase.advantage * ratio).sum()  # share makes the sum a mean
 
     def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
@@ -167,12 +153,12 @@ class MAML(trmrl.Agent):
         episode = done.sum(dim=1)  # (R,)
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
-        just_ended = done[:, -1:].any(dim=1)  # not [:, -1]: at t = 0 there are no columns
+        just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            all_steps = torch.ones_like(done[ready])  # so far, all belong to the exploring phase
+            all_their_steps = ready[:, None].expand(-1, t)  # so far, all of them explore
             exploring_beta, _ = self.betas
-            exploring = make_phase(self.config, buffer, all_steps, exploring_beta, rows=ready)
+            exploring = make_phase(self.config, buffer, all_their_steps, exploring_beta)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
@@ -221,7 +207,7 @@ class MAML(trmrl.Agent):
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
         # Fit the value baselines for the next batch and meta-test. From then on, states are
-        # normalised with new statistics, which shifts policies and baselines less and less.
+        # normalised with new statistics. This shifts policies and baselines, mostly at the start.
         self.betas.copy_(torch.stack([fit_baseline(exploring), fit_baseline(adapted)]))
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
@@ -242,41 +228,23 @@ class MAML(trmrl.Agent):
 #     features = [s, s^2, m s, time, time^2, time^3, 1],    time: in the episode, in 100 steps
 #
 # The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
-# would overfit, so we fit it to all tasks of the last batch; for the first batch, beta is 0. But
-# tasks differ in their rewards: m tells the baseline what this task pays. m / (1 - gamma) is the
-# value of earning m forever. To the features of Duan et al. 2016 ("Benchmarking Deep Reinforcement
-# Learning for Continuous Control") we add m s, as a velocity, say, is worth more in one task than
-# in another.
-#
-# Two caveats: since m depends on the actions, such a baseline biases the gradient; and on
-# MetaWorld, test episodes are longer than those of training, so it extrapolates in time.
+# would overfit, so we fit it to all tasks of the last batch (for the first one, it is 0), and m
+# tells the baseline what this task pays. m / (1 - gamma) is the value of earning m forever. Since m
+# depends on the actions, such a baseline biases the gradient.
 
 RIDGE = 1e-3  # the penalty of the squared beta
 
 
-class Phase(NamedTuple):
-    """The steps of one phase: tensors only, so that vmap can split it by row (then R is absent).
+def make_phase(config, buffer, mask, beta):
+    """The phase of the steps where mask is true; rows without any are dropped.
 
-    Where episodes end early, as on the ant, a phase covers different columns in different rows.
-    Columns that no row uses are dropped, C are left. Where a row does not use one, share is 0.
-    """
-
-    state: torch.Tensor  # (R, C, S)
-    action: torch.Tensor  # (R, C, A)
-    old_log_prob: torch.Tensor  # (R, C), when the action was taken
-    advantage: torch.Tensor  # (R, C), standardised in each row
-    share: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
-    features: torch.Tensor  # (R, C, D), of the value baseline
-    target: torch.Tensor  # (R, C), what features . beta should be
-
-
-def make_phase(config, buffer, mask, beta, rows=slice(None)):
-    """The steps of some rows of a buffer where mask (rows, T) is true.
-
+    mask (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
     Everything is computed for all T steps, and share hides those outside the phase. Advantages
     never cross from one phase into the other, because phases meet where an episode ends.
     """
-    T = mask.shape[1]  # in `act`, the steps so far
+    rows = mask.any(dim=1)
+    mask = mask[rows]
+    T = mask.shape[1]
     state = buffer.state[rows, :T]
     reward = buffer.reward[rows, :T]
     # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
@@ -304,8 +272,8 @@ def make_phase(config, buffer, mask, beta, rows=slice(None)):
     advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
     variance = (share * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
-    # With lambda = 1, an advantage is the discounted return (at a time limit: bootstrapped) less
-    # the value. So this is what features . beta must explain: the return less `forever`.
+    # What features . beta should explain: the discounted return (at a time limit: bootstrapped)
+    # less `forever`. That is an advantage with lambda = 1.
     target = gae_of(forever, lam=1.0)
 
     action, old_log_prob = buffer.action[rows, :T], buffer.log_prob[rows, :T]
@@ -370,25 +338,21 @@ def trpo_step(objective, kl, theta, max_kl):
 
     For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
     which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
-    Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Writing down F would take P
-    of its products with vectors; conjugate gradients take CG_ITERATIONS.
+    Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Conjugate gradients find
+    F^-1 g from products of F with vectors, without F itself.
 
     F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
-    diagonal. x becomes shorter than it might be and closer to the plain gradient, and conjugate
-    gradients converge faster.
+    diagonal. x becomes shorter and closer to the plain gradient.
     """
     g = grad(objective)(theta)
-    # v -> (v^T F,). kl contains the inner step, so autograd takes third derivatives here, but they
-    # are multiplied by the gradient of the divergence, 0 at theta.
-    _, v_times_F = vjp(grad(kl), theta)
+    _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
     def damped_F_times(v):
         return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
 
     F_inverse_g = conjugate_gradients(damped_F_times, g)
     step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
-    # Without this check, the line search would keep theta and say nothing.
-    if not step.isfinite().all():
+    if not step.isfinite().all():  # else the line search would keep theta and say nothing
         raise trmrl.UserError("the outer step is not finite; start again with a lower --inner-lr")
 
     # Both approximations hold near theta only: shorten the step until it really stays within the

@@ -25,14 +25,13 @@ PRESETS = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    not_flags = (*NOT_FLAGS, "d_model")  # it has no memory
+    not_flags = (*NOT_FLAGS, "d_model")  # it has no memory, so no d
 
 
 class Oracle(trmrl.Agent):
     """An agent that acts on the state and the task.
 
-    It reads buffer.task, which `collect` sets. In a Player of your own, set `player.buffer.task`, a
-    tensor (R, k), before acting.
+    It reads buffer.task (R, k), which `collect` sets; with a Player of your own, you set it.
     """
 
     name = "oracle"
@@ -49,7 +48,7 @@ class Oracle(trmrl.Agent):
         return torch.cat([buffer.state[row, t], self.task_normalizer(buffer.task[row])], dim=-1)
 
     def update(self, buffer, optimizer, generator):
-        """PPO, and only then new statistics of the tasks: learning uses the same ones as acting."""
+        """PPO, then new statistics: PPO must see tasks normalised as when the agent acted."""
         metrics = super().update(buffer, optimizer, generator)
         self.task_normalizer.update(buffer.task)
         return metrics

@@ -10,28 +10,21 @@ the product of all factors, whatever their order:
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
 
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
-posterior given the episodes so far: it adapts from one episode to the next, not within an episode.
-Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z) from a replay of
-past trials. The error of the Q functions also trains the encoder, and a KL divergence keeps the
-posterior near the prior. The policy's gradient stops at z.
+posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
+not within an episode.
+
+Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
+a replay of past trials. For each trial it draws two independent samples: a context, from which z is
+inferred, and a batch, on which the policy and the Q functions are trained with this z. The error of
+the Q functions also trains the encoder, and a KL divergence keeps the posterior near the prior. The
+policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main differences from the paper (more are in docs/differences.md):
-
-- The paper visits 100 fixed half-cheetah velocities again and again; it draws contexts from a
-  task's recent data, RL batches from all of it. Here tasks are drawn anew in every iteration, and
-  every trial counts as a task of its own, even where tasks recur (AntDir, MetaWorld): contexts come
-  from the trial's first episodes (the authors: from those with z from the prior), RL batches from
-  the whole trial. Recent trials are drawn more often.
-- In training, a context has C random transitions. When the agent acts, it has all transitions so
-  far, usually more than C, so the posterior is narrower than in training. The encoder does not see
-  s', as by default in the authors' code (in the paper it does).
-- SAC has target Q functions and no value function, as in its later version (Haarnoja et al. 2018,
-  "Algorithms and Applications"), but a fixed weight alpha of the entropy. One Adam serves encoder,
-  critics and policy.
-- Rewards are scaled so that Q is of order 1. The errors of Q are then small, so the KL divergence
-  has a small weight, too: 2e-5 times the mean over trials (the authors: 0.1 times the sum).
+The main difference from the authors' PEARL: it visits a fixed set of tasks again and again, and
+keeps a replay of each. Here tasks are drawn anew in every iteration, so each trial has a replay of
+its own: the context comes from its first episodes, the batch from all of it, and recent trials are
+drawn more often. docs/differences.md lists the others.
 
 Shapes: M trials with B transitions each and C transitions of context; S, A and Z are the sizes of a
 state, an action and z; an iteration collects R rows of T steps, a row being a trial, and the replay
@@ -57,7 +50,7 @@ from trmrl import setting
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
-# MetaWorld we keep TrMRL's number of steps.
+# MetaWorld, the number of steps is TrMRL's.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)  # each class once
@@ -81,6 +74,7 @@ class Config(trmrl.Config):
     entropy_weight: float = setting(
         "SAC", 0.1, "weight of the entropy, for rewards of root mean square 1"
     )
+    # Small, because Q is of order 1: so are its errors, with which this weight competes.
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "rate of the target Q functions", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -118,7 +112,7 @@ class PEARL(trmrl.Agent):
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, e_size=S + Z)
-        # super() builds heads for PPO, of which we keep none. SAC has two Q functions and a policy
+        # super() builds heads for PPO, which are replaced: SAC has two Q functions, and a policy
         # head that also gives the standard deviation.
         del self.value_head, self.log_std
         self.encoder = relu_mlp(S + A + 1, hidden, 2 * Z)
@@ -135,7 +129,7 @@ class PEARL(trmrl.Agent):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
         When acting, the M trials are the rows in which an episode begins, and C is the number of
-        all steps so far.
+        all steps so far: usually more than in training, so the posterior is narrower.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -159,8 +153,8 @@ class PEARL(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum [log N(u; mean, std^2) - log slope] with slope = 1 - tanh(u)^2, which is
-        # 4 / (e^u + e^-u)^2: its logarithm stays finite with log(e^u + e^-u) = u + softplus(-2 u).
+        # log pi(a) = sum [log N(u; mean, std^2) - log slope], where slope is that of the tanh,
+        # 1 - tanh(u)^2 = 4 / (e^u + e^-u)^2; u + softplus(-2 u) = log(e^u + e^-u) is stable.
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -173,8 +167,8 @@ class PEARL(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
-        Noise is drawn in advance, so that acting twice gives the same answer twice, and for every
-        t, because an episode may begin at any step.
+        Its noise is drawn in advance, like that of actions, for every t: an episode may begin at
+        any step.
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -197,7 +191,7 @@ class PEARL(trmrl.Agent):
             mean, var = self.posterior(*(x[begins, :t] for x in past))
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
-        noise = buffer.noise[:, t] * sample
+        noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
         action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
@@ -231,8 +225,8 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. (Off
-        # only while this graph is built: `backward` skips weights whose requires_grad is off.)
+        # policy alone: z is detached, and the weights of the critics are constants in it. They are
+        # switched on again before `backward`, because the critics' own loss needs their gradients.
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
@@ -246,8 +240,7 @@ class PEARL(trmrl.Agent):
     def update(self, buffer, optimizer, generator):
         """Add the trials to the replay, then take gradient steps on it."""
         config = self.config
-        # The normalizer is updated first: the replay holds raw states, which are normalised anew
-        # whenever they are drawn. (PPO, which compares with what the agent saw, updates it last.)
+        # The replay holds raw states, which are normalised anew whenever they are drawn.
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
         self.reward_stats.update(buffer.reward.reshape(-1, 1))
         self.remember(buffer)

@@ -15,24 +15,14 @@ belief.
 
 Read rl2.py first: the inputs of the GRU, segments and stored hidden states are the same.
 
-Differences from the authors' code, and some details:
+The main differences from the authors' code: the VAE learns from the current batch, not from a
+replay buffer, and each segment starts from a stored hidden state, where theirs runs the GRU anew
+from the start of the trial. docs/differences.md lists the others.
 
-- The VAE learns from the current batch, not from a replay buffer. Its gradient flows back through
-  segments of at most 50 steps, as in theirs, but each starts from a stored hidden state, as in
-  rl2.py; theirs runs the GRU anew from the start of the trial.
-- The decoder predicts normalised rewards (the GRU reads raw ones), as Gaussians of variance 1 (the
-  authors: of variance 1/2), but not the last one of an episode. The KL divergence has the weight
-  that the ELBO gives it (the authors: 0.1, where 50 rewards stand for all).
-- The networks have other sizes and no embeddings. The GRU sees s_0 before it gives the first
-  belief (theirs does not).
-- The paper also decodes next states where the dynamics differ between tasks. On ML45 they differ,
-  but we decode rewards alone.
-- As in rl2.py, PPO's returns span the trial but end where an episode terminates, and meta-tests
-  are longer than training.
-
-Shapes: R rows of T steps; K beliefs per row are decoded, each into J rewards; z, the paper's m, has
-size Z. r_i is the reward of step i (r_{i+1} in the paper); tau_{:t} is what the agent knows when it
-acts at step t: all earlier steps and s_t, but not yet a_t and r_t.
+Shapes: R rows of T steps (less a remainder that fills no segment, see rl2.split_row); K beliefs per
+row are decoded, each into J rewards; z (m in the paper) has size Z. r_i is the reward of step i
+(r_{i+1} in the paper); tau_{:t} is what the agent knows when it acts at step t: all earlier steps
+and s_t, but not yet a_t and r_t.
 """
 
 import sys
@@ -44,7 +34,7 @@ from torch import nn
 
 import trmrl
 from baselines import NOT_FLAGS
-from baselines.rl2 import gru_inputs, segment_sizes
+from baselines.rl2 import gru_inputs, split_row
 from trmrl import setting
 
 NUM_BELIEFS = 20  # K: beliefs per row that a gradient step decodes
@@ -92,7 +82,7 @@ class VAE(nn.Module):
         self.decoder = trmrl.mlp([Z + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden):
-        """Inputs (rows, steps, S + A + 2) -> beliefs (rows, steps, 2 Z), hidden (1, rows, d)."""
+        """Inputs (B, steps, S + A + 2) -> beliefs (B, steps, 2 Z), next hidden state (1, B, d)."""
         output, next_hidden = self.gru(x, hidden)
         return self.to_belief(output), next_hidden
 
@@ -116,13 +106,13 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
-        # The policy's input, because the scale of beliefs changes as the VAE learns.
+        # Normalises beliefs for the policy, because their scale changes as the VAE learns.
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the encoder's hidden state before step t, belief[:, t] that of tau_{:t}.
+        """hidden[:, t] is the encoder's hidden state before step t; belief[:, t], q(z | tau_{:t}).
 
-        `act` is also called at t = T: it then writes column T + 1 of hidden and column T of belief.
+        `act` is also called after the last step: it then writes the last columns of both.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d, Z = self.config.d_model, self.config.latent_size
@@ -145,7 +135,7 @@ class VariBAD(trmrl.Agent):
     def recall(self, buffer, row, t):
         """The state and the belief as it was when the agent acted.
 
-        PPO does not run the GRU again, unlike in rl2.py, so its gradient stops at the belief.
+        Unlike in rl2.py, PPO does not run the GRU again: its gradient stops at the belief.
         """
         belief = self.belief_normalizer(buffer.stored["belief"][row, t])
         return torch.cat([buffer.state[row, t], belief], dim=-1)
@@ -156,9 +146,9 @@ class VariBAD(trmrl.Agent):
         # Only now: PPO must see the beliefs normalised as they were when the agent acted.
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
 
-        R, T = buffer.reward.shape
-        per_row, length = segment_sizes(T)
-        T = per_row * length  # a remainder of the row is left out
+        R = len(buffer.reward)
+        segments_per_row, length = split_row(buffer.reward.shape[1])
+        T = segments_per_row * length
         noise_shape = (R, NUM_BELIEFS, self.config.latent_size)
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
@@ -169,13 +159,14 @@ class VariBAD(trmrl.Agent):
             reward_steps = torch.randint(T, (NUM_REWARDS,), generator=generator, device=self.device)
             noise = torch.randn(noise_shape, generator=generator, device=self.device)
             error, kl = self.elbo_losses(buffer, belief_steps, reward_steps, noise)
-            # gradient_step first clears all gradients, and Adam skips parameters without one. So
+            # gradient_step first sets all gradients to None, and Adam skips such parameters. So
             # this loss changes only the VAE, and PPO's only the rest.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
         error, kl, norm = means.tolist()
+        # reward_error has the 1/2 of the Gaussian in it, kl is divided by T.
         metrics |= dict(reward_error=error, kl=kl, vae_grad_norm=norm)
         metrics["updates"] += updates
         return metrics
@@ -190,7 +181,8 @@ class VariBAD(trmrl.Agent):
         prior of t = 0 is N(0, I). The loss is -ELBO / (T T) up to a constant, averaged over rows:
         the double sum over rewards becomes a mean, the sum over KL divergences a mean divided by T.
         The error estimates the ELBO's first term from the beliefs at t in belief_steps (K,), the
-        rewards i in reward_steps (J,) and one z per belief, made from its noise (R, K, Z).
+        rewards i in reward_steps (J,) and one z per belief, made from its noise (R, K, Z). (They
+        are arguments so that a test can take all steps, and compare.)
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
@@ -203,8 +195,9 @@ class VariBAD(trmrl.Agent):
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode has
         # weight 0, because the next state in the row usually belongs to the next episode.
         i = reward_steps
-        transition = [buffer.state[:, i], buffer.clipped_action[:, i], buffer.state[:, i + 1]]
-        predicted = self.vae.decode(z, torch.cat(transition, dim=-1))  # (R, K, J)
+        state, next_state = buffer.state[:, i], buffer.state[:, i + 1]
+        transition = torch.cat([state, buffer.clipped_action[:, i], next_state], dim=-1)
+        predicted = self.vae.decode(z, transition)  # (R, K, J)
         reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J), normalised
         not_last = 1 - buffer.eta[:, None, i]
         error = 0.5 * (not_last * (reward - predicted).square()).mean()
@@ -223,12 +216,12 @@ class VariBAD(trmrl.Agent):
         come from the encoder that acted, not from the present one, so the first belief of a segment
         does not quite follow from the last one of the segment before.
         """
-        R, T = buffer.reward.shape
-        per_row, length = segment_sizes(T)
-        T = per_row * length
+        R = len(buffer.reward)
+        segments_per_row, length = split_row(buffer.reward.shape[1])
+        T = segments_per_row * length
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device)
-        x = gru_inputs(buffer, row, t).reshape(R * per_row, length, -1)
+        x = gru_inputs(buffer, row, t).reshape(R * segments_per_row, length, -1)
         hidden = buffer.stored["hidden"][row, t[::length]].flatten(0, 1)  # at the start of each
         belief, _ = self.vae.encode(x, hidden[None])
         return belief.view(R, T, -1)
@@ -237,7 +230,7 @@ class VariBAD(trmrl.Agent):
         """Policy, value head and VAE, each with its learning rate."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
-        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        # eps is Adam's default; a Run sets 1e-5, as is usual for PPO.
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
         return [policy, value, vae]
 
