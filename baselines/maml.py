@@ -11,17 +11,18 @@ has seen:
 J is the mean, over the steps of a phase, of advantage * pi / pi_old, where pi_old is the policy
 that acted. Where pi is pi_old, grad J is the policy gradient. Meta-training maximises the mean over
 tasks of J_adapted(theta'). Its gradient with respect to theta passes through the inner step, so
-MAML needs second derivatives. TRPO takes the outer step: about the best one that keeps the new
-adapted policies within a KL divergence of the old ones.
+MAML needs second derivatives. The outer step is TRPO's: to first order, the one that raises the
+objective most while the KL divergence of the adapted policies stays below a bound.
 
     python -m baselines.maml --env halfcheetah_vel
 
 The policy has no memory. A policy gradient needs sampled actions, so the agent samples while it
 explores, even in a meta-test that otherwise takes mean actions.
 
-The main difference from Finn et al. is the amount of data: they have 40 tasks per iteration and
-gather 20 episodes of each for the inner step and 20 for the outer one (on AntDir 40); we have 20
-tasks, and gather E - 1 (by default two) and one. docs/differences.md lists the others.
+The main difference from Finn et al. is the amount of data. Theirs, per iteration: 40 tasks, with 20
+episodes each for the inner step and 20 for the outer one (on AntDir 40). Ours: 20 tasks, with E - 1
+episodes (by default two) for the inner step and one for the outer. docs/differences.md lists the
+others.
 
 Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S and A, the sizes of
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
@@ -35,8 +36,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# grad(f)(x) is the gradient of f at x; vmap(f) applies f to each row; functional_call runs a module
-# with other weights; vjp(f, x) returns f(x) and a function v -> (v^T df/dx,), a tuple of one.
+# grad(f)(x, y) is the gradient of f with respect to x. vmap(f) applies f to each row of tensors, or
+# of tuples of tensors. functional_call runs a module with other weights. vjp(f, x) returns f(x) and
+# a function v -> (v^T df/dx,), a tuple of one.
 from torch.func import functional_call, grad, vjp, vmap
 
 import trmrl
@@ -73,12 +75,12 @@ class Config(trmrl.Config):
 
 # ---- The agent -----------------------------------------------------------------------------------
 #
-# One phase, or the part of it in one row, is a Phase. Its tensors are made by `make_phase`, in the
-# section after this one, which you can skip at first: it is about advantages.
+# A Phase is made by `make_phase`, in the section after this one, which is about advantages. You can
+# skip it at first.
 
 
 class Phase(NamedTuple):
-    """The steps of one phase: tensors only, so that vmap can split it by row (then R is absent).
+    """The steps of one phase: of R rows or, inside vmap, of one row (then R is absent below).
 
     Where episodes end early, as on the ant, a phase covers different columns in different rows.
     Columns that no row uses are dropped, C are left. Where a row does not use one, share is 0.
@@ -126,9 +128,8 @@ class MAML(trmrl.Agent):
     def J(self, weights, phase):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
-        Where pi is pi_old, its gradient is the same with log pi in place of pi / pi_old (as Finn et
-        al. have it in the inner step), but its Hessian is not: with log pi, exploring actions would
-        get no credit for the inner step that they cause. See docs/differences.md.
+        Finn et al. have log pi here in the inner step: the same gradient where pi is pi_old, but
+        not the same second derivatives (see docs/differences.md).
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -186,7 +187,8 @@ class MAML(trmrl.Agent):
         adapted = make_phase(self.config, buffer, ~is_exploring, adapted_beta)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it. At the present theta it gives the weights that acted, up to rounding.
+        # through it, and with it the second derivatives come in. At the present theta, it gives the
+        # weights that acted, up to rounding.
         def theta_prime(theta):
             return self.adapt(theta, exploring)
 
@@ -225,27 +227,35 @@ class MAML(trmrl.Agent):
 # Advantages are relative to a value baseline, with one beta per phase:
 #
 #     V(s) = m / (1 - gamma) + features . beta,    m: mean reward of the row in this phase
-#     features = [s, s^2, m s, time, time^2, time^3, 1],    time: in the episode, in 100 steps
+#     features = [s, s^2, m s, time, time^2, time^3, 1],    time: steps of the episode so far / 100
 #
-# The authors of MAML fit beta to the 20 or 40 episodes of each task. Fitted to our one or two, it
-# would overfit, so we fit it to all tasks of the last batch (for the first one, it is 0), and m
-# tells the baseline what this task pays. m / (1 - gamma) is the value of earning m forever. Since m
-# depends on the actions, such a baseline biases the gradient.
+# The authors of MAML fit one beta to the 20 or 40 episodes of each task. With one or two episodes,
+# it would overfit, so we fit one beta to all tasks of the previous iteration (in the first, beta is
+# 0). V differs between tasks only through m, which tells what a task pays: m / (1 - gamma) is the
+# value of earning m forever. Since m depends on the actions, it biases the gradient. Rewards are
+# not scaled.
 
 RIDGE = 1e-3  # the penalty of the squared beta
 
 
+def value_features(state, m, ends):
+    """The features, (R, T, D), of states (R, T, S) and m (R, 1)."""
+    time = time_in_episode(ends)[..., None] / 100
+    time_features = [time, time**2, time**3, torch.ones_like(time)]
+    return torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
+
+
 def make_phase(config, buffer, mask, beta):
-    """The phase of the steps where mask is true; rows without any are dropped.
+    """The phase of the steps where mask is true.
 
     mask (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
     Everything is computed for all T steps, and share hides those outside the phase. Advantages
     never cross from one phase into the other, because phases meet where an episode ends.
     """
-    rows = mask.any(dim=1)
+    rows = mask.any(dim=1)  # in `act`, some rows may not be ready for their inner step
     mask = mask[rows]
     T = mask.shape[1]
-    state = buffer.state[rows, :T]
+    state, action = buffer.state[rows, :T], buffer.action[rows, :T]
     reward = buffer.reward[rows, :T]
     # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
     # would join those of a row). The last step counts as an end even if its episode goes on.
@@ -255,9 +265,7 @@ def make_phase(config, buffer, mask, beta):
     num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
     share = mask / num_steps
     m = (reward * mask).sum(dim=1, keepdim=True) / num_steps
-    time = time_in_episode(ends)[..., None] / 100
-    time_features = [time, time**2, time**3, torch.ones_like(time)]
-    features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
+    features = value_features(state, m, ends)
 
     def gae_of(value, lam):
         # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
@@ -276,10 +284,17 @@ def make_phase(config, buffer, mask, beta):
     # less `forever`. That is an advantage with lambda = 1.
     target = gae_of(forever, lam=1.0)
 
-    action, old_log_prob = buffer.action[rows, :T], buffer.log_prob[rows, :T]
-    fields = (state, action, old_log_prob, advantage, share, features, target)
+    phase = Phase(
+        state=state,
+        action=action,
+        old_log_prob=buffer.log_prob[rows, :T],
+        advantage=advantage,
+        share=share,
+        features=features,
+        target=target,
+    )
     used = mask.any(dim=0)  # (T,): drop the other columns, to save time
-    return Phase(*(x[:, used] for x in fields))
+    return Phase(*(x[:, used] for x in phase))
 
 
 def time_in_episode(ends):
@@ -357,7 +372,7 @@ def trpo_step(objective, kl, theta, max_kl):
 
     # Both approximations hold near theta only: shorten the step until it really stays within the
     # bound and improves the objective. If none does, keep theta.
-    before = objective(theta)
+    before = objective(theta)  # about 0, as advantages are standardised
     for fraction in STEP_FRACTIONS:
         candidate = theta + fraction * step
         gain = (objective(candidate) - before).item()

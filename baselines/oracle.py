@@ -2,9 +2,10 @@
 """The oracle: an agent that is told the task.
 
 It needs no memory, because it has nothing to infer: pi(. | s, task) and V(s, task) are MLPs.
-TrMRL's gap to the oracle is roughly the price of inferring the task (their networks and, on the
-half-cheetah, their learning rates differ, too). The oracle's own gap to a perfect score is due to
-the robot and to PPO. On ML45 it is weak: it reads the class as one number, 0 to 44, not one-hot.
+TrMRL's gap to the oracle is about the price of inferring the task; only about, because their
+networks and, on the half-cheetah, their learning rates differ. The oracle's own gap to a perfect
+score is due to the robot and to PPO. On ML45 it is weak: to keep this file small, it reads the
+class as one number, 0 to 44, not one-hot.
 
     python -m baselines.oracle --env halfcheetah_vel
 """
@@ -18,8 +19,8 @@ import trmrl
 from baselines import NOT_FLAGS
 
 # On the half-cheetah an MLP tolerates a higher learning rate than the transformer.
-CHEETAH = trmrl.PRESETS["halfcheetah_vel"] | dict(lr=1e-3)
-PRESETS = trmrl.PRESETS | {"halfcheetah_vel": CHEETAH}
+PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
+PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 
 
 @dataclass
@@ -31,7 +32,8 @@ class Config(trmrl.Config):
 class Oracle(trmrl.Agent):
     """An agent that acts on the state and the task.
 
-    It reads buffer.task (R, k), which `collect` sets; with a Player of your own, you set it.
+    It reads buffer.task, a tensor (R, k), which `collect` sets. With a Player of your own, set
+    player.buffer.task before it acts.
     """
 
     name = "oracle"

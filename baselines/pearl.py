@@ -9,6 +9,8 @@ the product of all factors, whatever their order:
     q(z | c) is proportional to prod_n N(z; mean_n, var_n),
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
 
+(In the paper the encoder also sees s_{n+1}; in the authors' code it does not.)
+
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
 not within an episode.
@@ -26,9 +28,10 @@ keeps a replay of each. Here tasks are drawn anew in every iteration, so each tr
 its own: the context comes from its first episodes, the batch from all of it, and recent trials are
 drawn more often. docs/differences.md lists the others.
 
-Shapes: M trials with B transitions each and C transitions of context; S, A and Z are the sizes of a
-state, an action and z; an iteration collects R rows of T steps, a row being a trial, and the replay
-in memory keeps the last K iterations.
+Shapes: an iteration collects R rows of T steps, a row being a trial, and the replay in memory keeps
+the last K iterations. A gradient step draws M trials, with B transitions each and C transitions of
+context (M and B mean something else in trmrl.py). S, A and Z are the sizes of a state, an action
+and z.
 """
 
 import copy
@@ -59,7 +62,9 @@ PRESETS["ml45"] |= dict(num_tasks=45)  # each class once
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
+    # Most of these are settings of PPO.
     not_flags = (*NOT_FLAGS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
+    not_flags += ("minibatch",)
 
     lr: float = setting("learning", None, "learning rate", high=1)
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
@@ -68,13 +73,11 @@ class Config(trmrl.Config):
 
     updates: int = setting("SAC", 1000, "gradient steps per iteration", low=1)
     meta_batch: int = setting("SAC", 16, "M, trials per gradient step", low=1)
-    minibatch: int = setting("SAC", 512, "transitions per gradient step, of all trials", low=2)
+    batch_size: int = setting("SAC", 32, "B, transitions per trial and gradient step", low=1)
     context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    entropy_weight: float = setting(
-        "SAC", 0.1, "weight of the entropy, for rewards of root mean square 1"
-    )
-    # Small, because Q is of order 1: so are its errors, with which this weight competes.
+    entropy_weight: float = setting("SAC", 0.1, "weight of the entropy, beside scaled rewards")
+    # Small, because it competes with the critics' error, and Q is scaled to order 1 (see `loss`).
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "rate of the target Q functions", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -103,12 +106,9 @@ class PEARL(trmrl.Agent):
     name = "pearl"
     command = "python -m baselines.pearl"
     Config = Config
-    scored_episode = 3  # whatever E is: the z of the third comes from two, as in the paper
+    scored_episode = 3  # whatever E is: its z comes from two episodes, as in Rakelly et al.
 
     def __init__(self, config, sizes):
-        # Here, not in Config: by now, check_config has refused --meta-batch 0.
-        if config.minibatch % config.meta_batch:
-            raise trmrl.UserError("--minibatch must be a multiple of --meta-batch")
         S, A, _ = sizes
         Z, hidden = config.latent_size, config.hidden_size
         super().__init__(config, sizes, e_size=S + Z)
@@ -129,7 +129,8 @@ class PEARL(trmrl.Agent):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
         When acting, the M trials are the rows in which an episode begins, and C is the number of
-        all steps so far: usually more than in training, so the posterior is narrower.
+        all steps so far: usually more than in training, so the posterior is narrower. This is also
+        what the authors' code does.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -153,8 +154,9 @@ class PEARL(trmrl.Agent):
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
         u = mean + log_std.exp() * noise
-        # log pi(a) = sum [log N(u; mean, std^2) - log slope], where slope is that of the tanh,
-        # 1 - tanh(u)^2 = 4 / (e^u + e^-u)^2; u + softplus(-2 u) = log(e^u + e^-u) is stable.
+        # log pi(a) = sum [log N(u; mean, std^2) - log slope]. In the first, (u - mean) / std is the
+        # noise. The slope is that of the tanh, 1 - tanh(u)^2 = 4 / (e^u + e^-u)^2; to write
+        # log(e^u + e^-u) as u + softplus(-2 u) is stable.
         log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
         return u.tanh(), (log_normal - log_slope).sum(dim=-1)
@@ -195,16 +197,87 @@ class PEARL(trmrl.Agent):
         action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
+    # ---- Learning --------------------------------------------------------------------------------
+
+    def parameter_groups(self):
+        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
+        # eps is Adam's default; a Run sets 1e-5, for PPO.
+        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
+
+    def update(self, buffer, optimizer, generator):
+        """Add the trials to the replay, then take gradient steps on it."""
+        config = self.config
+        # The replay holds raw states, which are normalised anew whenever they are drawn.
+        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
+        self.reward_stats.update(buffer.reward.reshape(-1, 1))
+        self.remember(buffer)
+
+        iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
+        totals = 0.0  # becomes a tensor, which stays on the GPU
+        for _ in range(config.updates):
+            context, steps, next_steps = self.sample_replay(iterations, generator)
+            loss, metrics = self.loss(context, steps, next_steps, generator)
+            metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
+            totals += torch.stack(list(metrics.values()))
+            for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
+                slow.lerp_(fast.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
+
+        means = dict(zip(metrics, (totals / config.updates).tolist()))
+        return means | {"updates": config.updates}
+
+    def sample_replay(self, iterations, generator):
+        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones.
+
+        All draws are with replacement.
+        """
+        config = self.config
+        M, B, C = config.meta_batch, config.batch_size, config.context_size
+        E = config.episodes_per_trial
+        K, R, columns, _ = self.replay.shape
+        T = columns - 1
+        uniform = partial(torch.rand, generator=generator, device=self.device)
+
+        # Draw M trials. The square prefers recent ones: half of the draws fall in the most recent
+        # quarter.
+        age = (uniform(M, 1).square() * min(iterations, K)).long()
+        slot = (iterations - 1 - age) % K  # (M, 1)
+        row = (uniform(M, 1) * R).long()  # (M, 1)
+
+        # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
+        # where an episode counts as T / E steps, even if one ended early. The RL batch comes from
+        # the whole trial.
+        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
+        t_context = (uniform(M, C) * context_episodes * T / E).long()
+        t = (uniform(M, B) * T).long()
+        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
+
+    def pack(self, buffer):
+        """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""
+        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
+        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
+        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only a state
+        return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
+
+    def unpack(self, steps):
+        """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
+        S, A, _ = self.sizes
+        raw_state, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
+        return self.normalizer(raw_state), action, *(x.squeeze(-1) for x in outcome)
+
     def loss(self, context, steps, next_steps, generator):
-        """The loss (Algorithm 1 of Rakelly et al.) of what sample_replay returns, and metrics."""
+        """The loss (Algorithm 1 of Rakelly et al.), and metrics.
+
+        All three are packed steps of the replay: a context (M, C, ...), the batch (M, B, ...) and
+        the steps after those of the batch. timed_out says that an episode ended at its time limit.
+        """
         state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
         next_state = self.unpack(next_steps)[0]  # the rest of them is not used
 
-        # Scale rewards to root mean square 1, as in `posterior`, then by 1 - gamma, so that Q is of
-        # order 1: a constant reward of 1 is worth 1 / (1 - gamma). alpha is scaled likewise.
+        # Scale rewards to root mean square 1, as in `posterior`. A constant reward of 1 is worth
+        # 1 / (1 - gamma), so the factor 1 - gamma makes Q of order 1. It applies to alpha, too.
         gamma = self.config.gamma
-        alpha = (1 - gamma) * self.config.entropy_weight
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
+        alpha = (1 - gamma) * self.config.entropy_weight
 
         # z ~ q(z | c), the same for all transitions of a trial; KL(q(z | c) || N(0, I)).
         mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
@@ -237,43 +310,18 @@ class PEARL(trmrl.Agent):
         metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
         return loss, {name: x.detach() for name, x in metrics.items()}
 
-    def update(self, buffer, optimizer, generator):
-        """Add the trials to the replay, then take gradient steps on it."""
-        config = self.config
-        # The replay holds raw states, which are normalised anew whenever they are drawn.
-        self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
-        self.reward_stats.update(buffer.reward.reshape(-1, 1))
-        self.remember(buffer)
-
-        iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
-        totals = 0.0  # becomes a tensor, which stays on the GPU
-        for _ in range(config.updates):
-            context, steps, next_steps = self.sample_replay(iterations, generator)
-            loss, metrics = self.loss(context, steps, next_steps, generator)
-            metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
-            totals += torch.stack(list(metrics.values()))
-            for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
-                slow.lerp_(fast.detach(), config.target_rate)  # Q' <- Q' + rate (Q - Q')
-
-        means = dict(zip(metrics, (totals / config.updates).tolist()))
-        return means | {"updates": config.updates}
-
-    def parameter_groups(self):
-        learned = [p for p in self.parameters() if p.requires_grad]  # all but the targets
-        # eps is Adam's default; a Run sets 1e-5, for PPO.
-        return [dict(params=learned, lr=self.config.lr, eps=1e-8)]
-
-    # ---- The replay ------------------------------------------------------------------------------
+    # ---- The replay in memory and on disk --------------------------------------------------------
 
     def remember(self, buffer):
         """Add trials to the replay: the last K iterations are in self.replay, all in replay.bin.
 
-        The checkpoint says how many of the file's iterations are valid; what a run wrote between
-        its last checkpoint and a crash is cut off here.
+        The file, to which each iteration is appended, is for --resume. In the checkpoint, which is
+        written anew each time, the replay would cost too much. The checkpoint says how many of the
+        file's iterations are valid; what was written between it and a crash is cut off here.
         """
         trials = self.pack(buffer)
         earlier = int(self.replay_iterations)
-        file = self.folder / "replay.bin" if self.folder else None  # tests may have no run folder
+        file = self.folder / "replay.bin" if self.folder else None  # none without a Run
         if self.replay is None:  # only now are the shapes known
             K = math.ceil(self.config.replay_size / buffer.reward.numel())
             self.replay = trials.new_zeros(K, *trials.shape)
@@ -296,45 +344,6 @@ class PEARL(trmrl.Agent):
         for i in range(max(0, iterations - K), iterations):
             saved = np.fromfile(file, np.float32, math.prod(shape), offset=i * nbytes)
             self.replay[i % K] = torch.from_numpy(saved).view(shape)
-
-    def sample_replay(self, iterations, generator):
-        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones.
-
-        All draws are with replacement.
-        """
-        config = self.config
-        M, C, E = config.meta_batch, config.context_size, config.episodes_per_trial
-        B = config.minibatch // M
-        K, R, columns, _ = self.replay.shape
-        T = columns - 1
-        uniform = partial(torch.rand, generator=generator, device=self.device)
-
-        # Draw M trials. The square prefers recent ones: half of the draws fall in the most recent
-        # quarter.
-        age = (uniform(M, 1).square() * min(iterations, K)).long()
-        slot = (iterations - 1 - age) % K  # (M, 1)
-        row = (uniform(M, 1) * R).long()  # (M, 1)
-
-        # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
-        # where an episode counts as T / E steps, even if one ended early. The RL batch comes from
-        # the whole trial.
-        context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
-        t_context = (uniform(M, C) * context_episodes * T / E).long()
-        t = (uniform(M, B) * T).long()
-        return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
-
-    def pack(self, buffer):
-        """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""
-        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
-        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
-        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only a state
-        return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
-
-    def unpack(self, steps):
-        """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        raw_state, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(raw_state), action, *(x.squeeze(-1) for x in outcome)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ flag. Its hidden state h is the memory:
     x_t = (s_t, a_{t-1}, r_{t-1}, eta_{t-1}),   h_{t+1} = GRU(h_t, x_t),   a_t ~ pi(. | h_{t+1})
 
 The hidden state is carried across the episodes of a trial and cleared when the task changes. The
-weights learn slowly, by PPO on many tasks (in the paper by TRPO); the hidden state adapts fast,
+weights learn slowly, by PPO on many tasks (Duan et al. use TRPO); the hidden state adapts fast,
 within a task. The network thus learns a reinforcement learning algorithm of its own, hence the
 name. The policy and the value function read the same h.
 
@@ -16,18 +16,17 @@ name. The policy and the value function read the same h.
 The return that PPO maximises spans the episodes of a trial, so that exploring in one episode could
 pay off in the next. But with the presets' gamma of 0.95 to 0.98, it reaches only about 20 to 50
 steps ahead, and PPO cuts it where an episode terminates (the ant falls), although the memory lives
-on.
+on. So, unlike in the original, there is little to gain from exploring for a later episode.
 
-The main difference from the paper: the gradient flows back not through the whole trial, but through
-segments of at most 50 steps. Each starts from the hidden state that was stored when the agent
+The main difference from Duan et al.: the gradient flows back not through the whole trial, but
+through segments of about 50 steps. Each starts from the hidden state that was stored when the agent
 acted, usually computed with slightly older weights. This is faster than running the GRU through
 the whole trial again, and a minibatch can mix many tasks.
 
-A trial of training has two episodes, but a final meta-test carries the memory through six. (On
-MetaWorld, test episodes are also longer than those of training.)
+In training, a trial has two episodes, while a final meta-test has six: from the third on, the
+memory is older than it ever was in training. (On MetaWorld, test episodes are also longer.)
 """
 
-import math
 import sys
 from dataclasses import dataclass
 
@@ -38,10 +37,11 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-MAX_SEGMENT = 50  # the most steps through which a gradient flows back
+SEGMENT = 50  # about how many steps a gradient flows back
 
 # A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two episodes
-# (TrMRL: one), so that the agent learns to carry its memory from one to the next.
+# (TrMRL: one), so that the agent learns to carry its memory from one to the next. An iteration then
+# takes twice as many steps, so meta-tests are further apart.
 PRESETS = {env: preset | dict(lr=1e-3) for env, preset in trmrl.PRESETS.items()}
 PRESETS["ml1"] |= dict(episodes_per_trial=2)
 PRESETS["ml45"] |= dict(episodes_per_trial=2)
@@ -54,13 +54,15 @@ class Config(trmrl.Config):
 
     d_model: int = setting("agent", 64, "d, size of the hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the hidden state lasts for the whole trial")
+    # More than TrMRL's, because the steps of a segment are alike: 800 are only 16 segments.
     minibatch: int = setting("learning", 800, "steps per gradient step, in whole segments", low=2)
 
 
 def gru_inputs(buffer, row, t):
     """x_t = (s_t, a_{t-1}, r_{t-1}, eta_{t-1}); at t = 0, the last three are zero.
 
-    row and t broadcast together, to any shape (...); returns (..., S + A + 2).
+    s is normalised, a clipped, r as it came. row and t broadcast together, to any shape (...);
+    returns (..., S + A + 2).
     """
     S = buffer.state.shape[-1]
     previous = buffer.token[row, (t - 1).clamp(min=0), S:]  # a token is (s, a, r, eta)
@@ -68,13 +70,10 @@ def gru_inputs(buffer, row, t):
     return torch.cat([buffer.state[row, t], previous], dim=-1)
 
 
-def split_row(T):
-    """How many segments a row of T steps has, and their length: for T = 400, 8 of 50.
-
-    In a family of your own, steps may be left out at the end of a row: for T = 201, 5 of 40.
-    """
-    segments_per_row = math.ceil(T / MAX_SEGMENT)
-    return segments_per_row, T // segments_per_row
+def segment_length(T):
+    """The divisor of T that is closest to SEGMENT: 50 for a row of 400 steps, 67 for one of 201."""
+    divisors = (n for n in range(1, T + 1) if T % n == 0)
+    return min(divisors, key=lambda n: abs(n - SEGMENT))
 
 
 class RL2(trmrl.Agent):
@@ -90,7 +89,7 @@ class RL2(trmrl.Agent):
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the hidden state before step t.
+        """hidden[:, t] is h_t: step t reads this column and writes the next one.
 
         A row is a trial, so the zeros of a new buffer are the cleared memory. There are two more
         columns than steps, because `act` is also called after the last step (at t = T).
@@ -101,10 +100,11 @@ class RL2(trmrl.Agent):
         return buffer
 
     def act(self, buffer, t, sample):
-        """Store the new hidden state, then act on it."""
+        """Store h_{t+1} for step t + 1, then act on it."""
         row = torch.arange(len(buffer.token), device=self.device)
         buffer.stored["hidden"][:, t + 1] = self.recall(buffer, row, torch.full_like(row, t))
-        return super().act(buffer, t, sample)  # computes it once more, for little time
+        # Agent.act calls `recall` again: the same h_{t+1} from the same h_t, which costs little.
+        return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
         """h_{t+1}, the output of the GRU at the steps t.
@@ -126,7 +126,8 @@ class RL2(trmrl.Agent):
         row and t are (segments, length), where Agent.minibatches yields (M,).
         """
         R, T = buffer.value.shape
-        segments_per_row, length = split_row(T)
+        length = segment_length(T)
+        segments_per_row = T // length
         order = torch.randperm(R * segments_per_row, generator=generator, device=self.device)
         # How many segments make a minibatch: at least one, and at most all there are.
         size = self.config.minibatch // trmrl.WORLD_SIZE // length

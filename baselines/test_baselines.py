@@ -54,7 +54,7 @@ def small_config(agent_class, **settings):
     small = dict(env="points", device="cpu", num_tasks=4, episodes_per_trial=2, eval_tasks=2)
     small |= dict(d_model=16, init_std=0.4, gamma=0.9, eval_every=1000, minibatch=80)
     if agent_class is PEARL:
-        small |= dict(latent_size=3, hidden_size=8, updates=4, meta_batch=2, minibatch=8)
+        small |= dict(latent_size=3, hidden_size=8, updates=4, meta_batch=2, batch_size=4)
         small |= dict(context_size=5, replay_size=320)
     return agent_class.Config(**small | settings)
 
@@ -163,7 +163,7 @@ LESSONS = {
     MAML: dict(total_steps=24_000, num_tasks=50, init_std=0.5, gae_lambda=0.95),
 }
 LESSONS[VariBAD] |= dict(vae_updates=6)
-LESSONS[PEARL] |= dict(meta_batch=16, minibatch=128, context_size=60, replay_size=24_000)
+LESSONS[PEARL] |= dict(meta_batch=16, batch_size=8, context_size=60, replay_size=24_000)
 LESSONS[PEARL] |= dict(hidden_size=64, entropy_weight=0.5, target_rate=0.02)
 
 
@@ -254,10 +254,10 @@ def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_
         assert_same(agent.recall(buffer, row, t), whole[row, t], claim)
     assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
 
-    # 999 steps are 20 segments of 49; a minibatch as large as the batch takes all 80 of them.
-    agent = make_agent(RL2, minibatch=4 * 999)
-    odd = collect(agent, PointMass(4), steps=999)
-    assert [row.shape for row, _ in agent.minibatches(odd, torch.Generator())] == [(80, 49)]
+    # 201 steps are 3 segments of 67; a minibatch as large as the batch takes all 12 of them.
+    agent = make_agent(RL2, minibatch=4 * 201)
+    odd = collect(agent, PointMass(4), steps=201)
+    assert [row.shape for row, _ in agent.minibatches(odd, torch.Generator())] == [(12, 67)]
 
 
 # ---- VariBAD -------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_the_elbo_equals_a_brute_force_sum(monkeypatch):
     torch.testing.assert_close(ours, brute_force, rtol=1e-3, atol=1e-6)
 
     # In segments, too: only gradients end where a segment begins.
-    monkeypatch.setattr(rl2, "MAX_SEGMENT", 11)
+    monkeypatch.setattr(rl2, "SEGMENT", 11)
     torch.testing.assert_close(agent.elbo_losses(buffer, every, every, noise), (error, kl))
 
     # One belief and one reward at a time, it is the same on average.
@@ -338,7 +338,6 @@ def test_an_update_draws_past_and_future_rewards_alike(monkeypatch):
 def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_policy():
     agent = make_agent(VariBAD)
     buffer = collect(agent, PointMass(8))
-    agent.act(buffer, 39, True)  # with gradients, unlike in collect
     log_prob, value = predictions(agent, buffer)
     (log_prob + value).sum().backward()
     assert all(p.grad is None for p in agent.vae.parameters())
@@ -541,7 +540,7 @@ def sample_numbered(iterations, capacity, **settings):
 
 
 def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():
-    settings = dict(meta_batch=200, minibatch=1600, context_size=100, episodes_per_trial=3)
+    settings = dict(meta_batch=200, batch_size=8, context_size=100, episodes_per_trial=3)
     context, step, next_step = sample_numbered(7, capacity=4, **settings)
     assert context.shape == (200, 100, 3) and step.shape == next_step.shape == (200, 8, 3)
     together = torch.cat([context, step, next_step], dim=1)[..., :2]
@@ -558,7 +557,7 @@ def test_a_sample_is_of_one_trial_and_its_context_of_the_first_episodes():
 
 
 def test_recent_trials_are_drawn_more_often():
-    _, step, _ = sample_numbered(40, capacity=40, meta_batch=4000, minibatch=4000)
+    _, step, _ = sample_numbered(40, capacity=40, meta_batch=4000, batch_size=1)
     iteration = step[:, 0, 0]
     assert (iteration >= 30).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert (iteration < 10).float().mean().item() == pytest.approx(1 - 0.75**0.5, abs=0.05)
@@ -1004,7 +1003,7 @@ def test_a_flag_without_a_meaning_is_refused(agent_class, capsys):
         (PEARL, "--no-keep-memory", "--no-keep-memory"),
         (PEARL, "--gamma 1", "--gamma must be between 0"),
         (PEARL, "--target-rate 2", "--target-rate must be between 1e-06"),
-        (PEARL, "--minibatch 100", "--minibatch must be a multiple of --meta-batch"),
+        (PEARL, "--batch-size 0", "--batch-size must be between 1"),
         (PEARL, "--updates x", "--updates: invalid integer value"),
         (MAML, "--episodes-per-trial 1", "--episodes-per-trial must be between 2"),
         (MAML, "--inner-lr -1", "--inner-lr must be between 0"),

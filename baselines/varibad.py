@@ -19,10 +19,12 @@ The main differences from the authors' code: the VAE learns from the current bat
 replay buffer, and each segment starts from a stored hidden state, where theirs runs the GRU anew
 from the start of the trial. docs/differences.md lists the others.
 
-Shapes: R rows of T steps (less a remainder that fills no segment, see rl2.split_row); K beliefs per
-row are decoded, each into J rewards; z (m in the paper) has size Z. r_i is the reward of step i
-(r_{i+1} in the paper); tau_{:t} is what the agent knows when it acts at step t: all earlier steps
-and s_t, but not yet a_t and r_t.
+Letters beside those of trmrl.py:
+
+    z, Z      the latent vector (m in Zintgraf et al.) and its size
+    tau_{:t}  what the agent knows when it acts at step t: earlier steps and s_t, not a_t and r_t
+    r_i       the reward of step i (r_{i+1} in Zintgraf et al.)
+    K, J      a gradient step decodes K beliefs of each row, and each of them into J rewards
 """
 
 import sys
@@ -34,7 +36,7 @@ from torch import nn
 
 import trmrl
 from baselines import NOT_FLAGS
-from baselines.rl2 import gru_inputs, split_row
+from baselines.rl2 import gru_inputs, segment_length
 from trmrl import setting
 
 NUM_BELIEFS = 20  # K: beliefs per row that a gradient step decodes
@@ -42,7 +44,7 @@ NUM_REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
 # MetaWorld a trial has two episodes, as in rl2.py.
-PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # `|=` changes these copies
+PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
 PRESETS["ml1"] |= dict(episodes_per_trial=2)
 PRESETS["ml45"] |= dict(episodes_per_trial=2)
@@ -82,7 +84,11 @@ class VAE(nn.Module):
         self.decoder = trmrl.mlp([Z + S + A + S, 64, 64, 1])
 
     def encode(self, x, hidden):
-        """Inputs (B, steps, S + A + 2) -> beliefs (B, steps, 2 Z), next hidden state (1, B, d)."""
+        """The beliefs (segments, length, 2 Z), and the hidden states after the last steps.
+
+        x is (segments, length, S + A + 2); when the agent acts, length is 1. Hidden states are
+        (1, segments, d).
+        """
         output, next_hidden = self.gru(x, hidden)
         return self.to_belief(output), next_hidden
 
@@ -106,11 +112,11 @@ class VariBAD(trmrl.Agent):
         S, A, _ = sizes
         super().__init__(config, sizes, e_size=S + 2 * config.latent_size)
         self.vae = VAE(S, A, config.d_model, config.latent_size)
-        # Normalises beliefs for the policy, because their scale changes as the VAE learns.
+        # Brings beliefs to about unit scale for the policy.
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the encoder's hidden state before step t; belief[:, t], q(z | tau_{:t}).
+        """hidden[:, t] is the encoder's state before step t; belief[:, t] is q(z | tau_{:t}).
 
         `act` is also called after the last step: it then writes the last columns of both.
         """
@@ -125,17 +131,17 @@ class VariBAD(trmrl.Agent):
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
-        with torch.no_grad():  # the policy takes the belief as given
-            # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
-            belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
+        # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
+        belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
-        """The state and the belief as it was when the agent acted.
+        """The state and the belief, (M, S + 2 Z).
 
-        Unlike in rl2.py, PPO does not run the GRU again: its gradient stops at the belief.
+        Unlike in rl2.py, PPO does not run the GRU again: the belief is read from the buffer, as it
+        was when the agent acted. So PPO's gradient stops at the belief.
         """
         belief = self.belief_normalizer(buffer.stored["belief"][row, t])
         return torch.cat([buffer.state[row, t], belief], dim=-1)
@@ -146,19 +152,17 @@ class VariBAD(trmrl.Agent):
         # Only now: PPO must see the beliefs normalised as they were when the agent acted.
         self.belief_normalizer.update(buffer.stored["belief"][:, :-1].flatten(0, 1))
 
-        R = len(buffer.reward)
-        segments_per_row, length = split_row(buffer.reward.shape[1])
-        T = segments_per_row * length
-        noise_shape = (R, NUM_BELIEFS, self.config.latent_size)
+        R, T = buffer.reward.shape
+        K, J, Z = NUM_BELIEFS, NUM_REWARDS, self.config.latent_size
         totals = torch.zeros(3, device=self.device)
         updates = self.config.vae_updates
         for _ in range(updates):
             # The full ELBO decodes T x T rewards per row. We draw (with replacement) K of the T
             # beliefs and J of the T rewards, the same for all rows; each of the K predicts all J.
-            belief_steps = torch.randint(T, (NUM_BELIEFS,), generator=generator, device=self.device)
-            reward_steps = torch.randint(T, (NUM_REWARDS,), generator=generator, device=self.device)
-            noise = torch.randn(noise_shape, generator=generator, device=self.device)
-            error, kl = self.elbo_losses(buffer, belief_steps, reward_steps, noise)
+            t = torch.randint(T, (K,), generator=generator, device=self.device)
+            i = torch.randint(T, (J,), generator=generator, device=self.device)
+            noise = torch.randn(R, K, Z, generator=generator, device=self.device)
+            error, kl = self.elbo_losses(buffer, t, i, noise)
             # gradient_step first sets all gradients to None, and Adam skips such parameters. So
             # this loss changes only the VAE, and PPO's only the rest.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
@@ -166,12 +170,12 @@ class VariBAD(trmrl.Agent):
 
         means = trmrl.sum_over_processes(totals) / trmrl.WORLD_SIZE / updates
         error, kl, norm = means.tolist()
-        # reward_error has the 1/2 of the Gaussian in it, kl is divided by T.
+        # As in the loss: reward_error has the Gaussian's 1/2 in it, kl is divided by T.
         metrics |= dict(reward_error=error, kl=kl, vae_grad_norm=norm)
-        metrics["updates"] += updates
+        metrics["updates"] += updates  # of PPO and the VAE together
         return metrics
 
-    def elbo_losses(self, buffer, belief_steps, reward_steps, noise):
+    def elbo_losses(self, buffer, t, i, noise):
         """The two parts of the loss, the error of predicted rewards and the KL divergence.
 
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
@@ -180,27 +184,26 @@ class VariBAD(trmrl.Agent):
         where t and i run over the T steps of a row (i not over the last steps of episodes), and the
         prior of t = 0 is N(0, I). The loss is -ELBO / (T T) up to a constant, averaged over rows:
         the double sum over rewards becomes a mean, the sum over KL divergences a mean divided by T.
-        The error estimates the ELBO's first term from the beliefs at t in belief_steps (K,), the
-        rewards i in reward_steps (J,) and one z per belief, made from its noise (R, K, Z). (They
-        are arguments so that a test can take all steps, and compare.)
+        The error estimates the ELBO's first term from the given t (K,) and i (J,) and from one z
+        per belief, made from its noise (R, K, Z).
         """
         belief = self.encode_trials(buffer)
         mean, log_var = belief.chunk(2, dim=-1)  # (R, T, Z) each
         T = belief.shape[1]
 
         # z ~ q(z | tau_{:t}), by the reparameterisation trick: the gradient reaches mean and std.
-        std = (0.5 * log_var[:, belief_steps]).exp()
-        z = mean[:, belief_steps] + noise * std  # (R, K, Z)
+        std = (0.5 * log_var[:, t]).exp()
+        z = mean[:, t] + noise * std  # (R, K, Z)
 
         # log p(r | ...) = -(r - predicted)^2 / 2 + constant. The last reward of an episode has
-        # weight 0, because the next state in the row usually belongs to the next episode.
-        i = reward_steps
+        # weight 0, because the row continues with the first state of the next episode.
         state, next_state = buffer.state[:, i], buffer.state[:, i + 1]
         transition = torch.cat([state, buffer.clipped_action[:, i], next_state], dim=-1)
         predicted = self.vae.decode(z, transition)  # (R, K, J)
-        reward = self.reward_stats(buffer.reward[:, None, i])  # (R, 1, J), normalised
-        not_last = 1 - buffer.eta[:, None, i]
-        error = 0.5 * (not_last * (reward - predicted).square()).mean()
+        reward = self.reward_stats(buffer.reward[:, i])  # mean 0 and variance 1 over all so far
+        not_last = 1 - buffer.eta[:, i]
+        squares = (reward[:, None] - predicted).square()
+        error = 0.5 * (not_last[:, None] * squares).mean()
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
         # is cheap, so it takes all t.
@@ -210,27 +213,27 @@ class VariBAD(trmrl.Agent):
         return error, kl
 
     def encode_trials(self, buffer):
-        """The beliefs of all steps, (R, T, 2 Z), where T counts whole segments only.
+        """The beliefs of all steps, (R, T, 2 Z).
 
         As in RL^2 the gradient flows back through segments, from the stored hidden states. These
         come from the encoder that acted, not from the present one, so the first belief of a segment
         does not quite follow from the last one of the segment before.
         """
-        R = len(buffer.reward)
-        segments_per_row, length = split_row(buffer.reward.shape[1])
-        T = segments_per_row * length
+        R, T = buffer.reward.shape
+        length = segment_length(T)
         row = torch.arange(R, device=self.device)[:, None]
         t = torch.arange(T, device=self.device)
-        x = gru_inputs(buffer, row, t).reshape(R * segments_per_row, length, -1)
-        hidden = buffer.stored["hidden"][row, t[::length]].flatten(0, 1)  # at the start of each
-        belief, _ = self.vae.encode(x, hidden[None])
+        x = gru_inputs(buffer, row, t)  # (R, T, S + A + 2)
+        hidden = buffer.stored["hidden"][row, t[::length]]  # (R, segments per row, d)
+        segments = x.reshape(R * T // length, length, -1)
+        belief, _ = self.vae.encode(segments, hidden.flatten(0, 1)[None])
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
         """Policy, value head and VAE, each with its learning rate."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
-        # eps is Adam's default; a Run sets 1e-5, as is usual for PPO.
+        # eps as in the authors' code, Adam's default; a Run sets PPO's 1e-5.
         vae = dict(params=list(self.vae.parameters()), lr=self.config.vae_lr, eps=1e-8)
         return [policy, value, vae]
 
