@@ -702,7 +702,8 @@ class Agent(nn.Module):
         parameter_groups()                    parameters and initial learning rates, for Adam
 
     A subclass defines recall(buffer, row, t) -> e (M, e_size), or overrides act and update.
-    `act` is also called at t = T, for the value of the state after the last step.
+    `act` is also asked for the value of a state after the last step of an episode or row (then
+    t = T), and after a reset it is called again for the same t.
     """
 
     name = ""  # in run folders and saved files

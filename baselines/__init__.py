@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The agents that TrMRL is compared with. Beside trmrl.py, type for example
+"""The agents that TrMRL is compared with. In the folder of trmrl.py, type for example
 
     python -m baselines.rl2 --env halfcheetah_vel
 
@@ -10,15 +10,15 @@
     oracle   is told the task (PPO); not in the TrMRL paper
 
 An agent's score is the return of its first test episode. But pearl and maml adapt only between
-episodes, so they are scored on their third (maml: on the last of its E episodes, of which it has 3
-by default).
+episodes, so a later one is scored: pearl's third, and maml's E-th, the first after its inner step
+(E is 3 by default). By then, they have seen more of the task than the others.
 
-All are subclasses of trmrl.Agent and use the letters of trmrl.py; each file explains new ones. Read
-oracle.py first, the smallest; then rl2.py; then varibad.py, which builds on rl2.py. pearl.py and
-maml.py need only trmrl.py.
+All are subclasses of trmrl.Agent. They use the letters of trmrl.py; each file lists its own, some
+of which mean something else there. Read oracle.py first, the smallest; then rl2.py; then
+varibad.py, which builds on rl2.py. pearl.py and maml.py need only trmrl.py.
 """
 
 # Settings that are not flags of any baseline: those that only a transformer has, and keep_memory,
 # which the method decides. It is false for the oracle; for all others it is true, so a row of a
-# Buffer holds all episodes of a trial.
+# Buffer holds all episodes of a trial (which is all that it does for maml).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

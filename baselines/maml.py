@@ -27,6 +27,8 @@ others.
 Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S and A, the sizes of
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
+
+The agent comes first, then TRPO, then the value baseline, which you can skip.
 """
 
 import sys
@@ -48,7 +50,8 @@ from trmrl import setting
 # Settings without a meaning here, most of them of PPO and its Adam.
 UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
-COMMON = dict(episodes_per_trial=3, lr=0.0)  # nothing uses the Adam that a Run builds
+# A Run builds an Adam, which is never used; its lr of 0 is in progress.csv.
+COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
 # More steps than TrMRL's, as the policy gradient is noisy; a larger std, to explore more; a higher
 # lambda, as the value baseline is crude. Other environments were not tuned.
@@ -75,22 +78,22 @@ class Config(trmrl.Config):
 
 # ---- The agent -----------------------------------------------------------------------------------
 #
-# A Phase is made by `make_phase`, in the section after this one, which is about advantages. You can
-# skip it at first.
+
+EXPLORING, ADAPTED = 0, 1  # the phases of a trial
 
 
 class Phase(NamedTuple):
     """The steps of one phase: of R rows or, inside vmap, of one row (then R is absent below).
 
-    Where episodes end early, as on the ant, a phase covers different columns in different rows.
-    Columns that no row uses are dropped, C are left. Where a row does not use one, share is 0.
+    Where episodes end early, as on the ant, a phase covers different columns in different rows. C
+    columns are kept, those that any row uses. Where a row does not use one, step_weight is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
     action: torch.Tensor  # (R, C, A)
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), standardised in each row
-    share: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
+    step_weight: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
     features: torch.Tensor  # (R, C, D), of the value baseline
     target: torch.Tensor  # (R, C), what features . beta should be
 
@@ -108,8 +111,8 @@ class MAML(trmrl.Agent):
         self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # betas, (2, D), has its weights in the exploring and in the adapted phase.
-        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))  # see make_phase
+        # It has one row of weights for each phase; D = 3 S + 4, see value_features.
+        self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
     @property
@@ -134,7 +137,9 @@ class MAML(trmrl.Agent):
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
         ratio = (log_prob - phase.old_log_prob).exp()
-        return (phase.share * phase.advantage * ratio).sum()  # share makes the sum a mean
+        return (
+            phase.step_weight * phase.advantage * ratio
+        ).sum()  # step_weight makes the sum a mean
 
     def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
@@ -157,9 +162,8 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.num_exploring)
         if ready.any():
-            all_their_steps = ready[:, None].expand(-1, t)  # so far, all of them explore
-            exploring_beta, _ = self.betas
-            exploring = make_phase(self.config, buffer, all_their_steps, exploring_beta)
+            mask = ready[:, None].expand(-1, t)  # all steps so far, but of the ready rows only
+            exploring = make_phase(self, buffer, EXPLORING, mask)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
@@ -182,9 +186,8 @@ class MAML(trmrl.Agent):
         done = buffer.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         is_exploring = episode < self.num_exploring
-        exploring_beta, adapted_beta = self.betas
-        exploring = make_phase(self.config, buffer, is_exploring, exploring_beta)
-        adapted = make_phase(self.config, buffer, ~is_exploring, adapted_beta)
+        exploring = make_phase(self, buffer, EXPLORING, is_exploring)
+        adapted = make_phase(self, buffer, ADAPTED, ~is_exploring)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it, and with it the second derivatives come in. At the present theta, it gives the
@@ -203,13 +206,13 @@ class MAML(trmrl.Agent):
 
         def kl(theta):
             new_policies = adapted_policies(theta)
-            return vmap(kl_divergence)(*old_policies, *new_policies, adapted.share).mean()
+            return vmap(kl_divergence)(*old_policies, *new_policies, adapted.step_weight).mean()
 
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. From then on, states are
-        # normalised with new statistics. This shifts policies and baselines, mostly at the start.
+        # Fit the value baselines for the next batch and meta-test. These also normalise states with
+        # new statistics, which shifts policies and baselines, mostly at the start of training.
         self.betas.copy_(torch.stack([fit_baseline(exploring), fit_baseline(adapted)]))
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
@@ -222,98 +225,6 @@ class MAML(trmrl.Agent):
         }
 
 
-# ---- Phases and their value baseline -------------------------------------------------------------
-#
-# Advantages are relative to a value baseline, with one beta per phase:
-#
-#     V(s) = m / (1 - gamma) + features . beta,    m: mean reward of the row in this phase
-#     features = [s, s^2, m s, time, time^2, time^3, 1],    time: steps of the episode so far / 100
-#
-# The authors of MAML fit one beta to the 20 or 40 episodes of each task. With one or two episodes,
-# it would overfit, so we fit one beta to all tasks of the previous iteration (in the first, beta is
-# 0). V differs between tasks only through m, which tells what a task pays: m / (1 - gamma) is the
-# value of earning m forever. Since m depends on the actions, it biases the gradient. Rewards are
-# not scaled.
-
-RIDGE = 1e-3  # the penalty of the squared beta
-
-
-def value_features(state, m, ends):
-    """The features, (R, T, D), of states (R, T, S) and m (R, 1)."""
-    time = time_in_episode(ends)[..., None] / 100
-    time_features = [time, time**2, time**3, torch.ones_like(time)]
-    return torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
-
-
-def make_phase(config, buffer, mask, beta):
-    """The phase of the steps where mask is true.
-
-    mask (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
-    Everything is computed for all T steps, and share hides those outside the phase. Advantages
-    never cross from one phase into the other, because phases meet where an episode ends.
-    """
-    rows = mask.any(dim=1)  # in `act`, some rows may not be ready for their inner step
-    mask = mask[rows]
-    T = mask.shape[1]
-    state, action = buffer.state[rows, :T], buffer.action[rows, :T]
-    reward = buffer.reward[rows, :T]
-    # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
-    # would join those of a row). The last step counts as an end even if its episode goes on.
-    ends = buffer.eta[rows, :T] > 0
-    ends[:, -1] = True
-
-    num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
-    share = mask / num_steps
-    m = (reward * mask).sum(dim=1, keepdim=True) / num_steps
-    features = value_features(state, m, ends)
-
-    def gae_of(value, lam):
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
-        # next state (it has the first one of the next episode). There and, for simplicity, at the
-        # end of a row, we take V(s_t).
-        next_value = torch.where(ends, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
-        return trmrl.gae(reward, value, next_value, ends, config.gamma, lam)
-
-    forever = (m / (1 - config.gamma)).expand(-1, T)  # the value of earning m forever
-    advantage = gae_of(forever + features @ beta, config.gae_lambda)
-    advantage = advantage - (share * advantage).sum(dim=1, keepdim=True)
-    variance = (share * advantage**2).sum(dim=1, keepdim=True)
-    advantage = advantage / (variance.sqrt() + 1e-8)
-    # What features . beta should explain: the discounted return (at a time limit: bootstrapped)
-    # less `forever`. That is an advantage with lambda = 1.
-    target = gae_of(forever, lam=1.0)
-
-    phase = Phase(
-        state=state,
-        action=action,
-        old_log_prob=buffer.log_prob[rows, :T],
-        advantage=advantage,
-        share=share,
-        features=features,
-        target=target,
-    )
-    used = mask.any(dim=0)  # (T,): drop the other columns, to save time
-    return Phase(*(x[:, used] for x in phase))
-
-
-def time_in_episode(ends):
-    """The steps since the episode began, (R, T). Where ends is 0 0 1 0 1, they are 0 1 2 0 1."""
-    t = torch.arange(ends.shape[1], device=ends.device)
-    # The step after an end begins an episode. (What roll wraps to t = 0 is multiplied by 0.)
-    began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
-    return t - began
-
-
-def fit_baseline(phase):
-    """beta (D,) by ridge regression over the steps of the phase."""
-    steps = phase.share > 0
-    X, y = phase.features[steps], phase.target[steps]  # (n, D), (n,)
-    n, D = X.shape
-    ridge = RIDGE * torch.eye(D, device=X.device)
-    return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
-
-
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 CG_ITERATIONS = 10  # of conjugate gradients
@@ -321,12 +232,12 @@ DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 
-def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, share):
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
     """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
     # E[(a - new_mean)^2] of actions a of the old policy
     second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
     kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
-    return (share * kl.sum(dim=-1)).sum()
+    return (step_weight * kl.sum(dim=-1)).sum()
 
 
 def conjugate_gradients(F_times, b):
@@ -380,6 +291,105 @@ def trpo_step(objective, kl, theta, max_kl):
         if gain > 0 and divergence <= max_kl:
             return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
+
+
+# ---- Advantages ----------------------------------------------------------------------------------
+#
+# This section is not needed to understand MAML. Advantages are relative to a value baseline, which
+# all tasks share. So it must be told what a task pays, for which the mean reward m of the row in
+# this phase stands in:
+#
+#     V(s) = m / (1 - gamma) + features . beta
+#     features = [s, s^2, m s, time, time^2, time^3, 1]
+#     time = (steps since the episode began) / 100
+#
+# m / (1 - gamma) is the value of earning m at every step, forever. Each phase has its own beta,
+# which is fitted to all tasks of the previous iteration (in the first iteration, it is 0). The
+# authors of MAML fit one beta to each task, to its 20 or 40 episodes; fitted to our one or two, it
+# would overfit. The price: m depends on the actions, so it biases the gradient.
+#
+# Unlike in trmrl.py, rewards are not scaled, because advantages are standardised.
+
+RIDGE = 1e-3  # the penalty of the squared beta
+
+
+def value_features(state, m, ends):
+    """The features, (R, T, D), of states (R, T, S) and m (R, 1)."""
+    time = time_in_episode(ends)[..., None] / 100
+    time_features = [time, time**2, time**3, torch.ones_like(time)]
+    return torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
+
+
+def make_phase(agent, buffer, number, mask):
+    """The phase of this number (EXPLORING or ADAPTED): the steps where mask is true.
+
+    mask (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
+    Everything is computed for all T steps, and step_weight hides those outside the phase. An
+    advantage never reaches from one phase into the other, because phases meet where an episode
+    ends.
+    """
+    rows = mask.any(dim=1)  # others are dropped: in `act`, those not ready for their inner step
+    mask = mask[rows]
+    T = mask.shape[1]
+    state, action = buffer.state[rows, :T], buffer.action[rows, :T]
+    reward = buffer.reward[rows, :T]
+    # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
+    # would join those of a row). The last step counts as an end even if its episode goes on.
+    ends = buffer.eta[rows, :T] > 0
+    ends[:, -1] = True
+
+    num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
+    step_weight = mask / num_steps
+    m = (reward * mask).sum(dim=1, keepdim=True) / num_steps
+    features = value_features(state, m, ends)
+
+    def advantages(value, lam):
+        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
+        # next state (it has the first one of the next episode). There and, for simplicity, at the
+        # end of a row, we take V(s_t).
+        next_value = torch.where(ends, value, value.roll(-1, dims=1))
+        next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
+        return trmrl.gae(reward, value, next_value, ends, gamma, lam)
+
+    gamma = agent.config.gamma
+    value_of_m = (m / (1 - gamma)).expand(-1, T)
+    value = value_of_m + features @ agent.betas[number]
+    advantage = advantages(value, agent.config.gae_lambda)
+    advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+    variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+    advantage = advantage / (variance.sqrt() + 1e-8)
+    # What features . beta should explain: discounted return (bootstrapped at a time limit) minus
+    # value_of_m. This is an advantage with lambda = 1 relative to value_of_m.
+    target = advantages(value_of_m, lam=1.0)
+
+    phase = Phase(
+        state=state,
+        action=action,
+        old_log_prob=buffer.log_prob[rows, :T],
+        advantage=advantage,
+        step_weight=step_weight,
+        features=features,
+        target=target,
+    )
+    used = mask.any(dim=0)  # (T,): drop the other columns, to save time
+    return Phase(*(x[:, used] for x in phase))
+
+
+def time_in_episode(ends):
+    """The steps since the episode began, (R, T). Where ends is 0 0 1 0 1, they are 0 1 2 0 1."""
+    t = torch.arange(ends.shape[1], device=ends.device)
+    # The step after an end begins an episode. (What roll wraps to t = 0 is multiplied by 0.)
+    began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
+    return t - began
+
+
+def fit_baseline(phase):
+    """beta (D,) by ridge regression over the steps of the phase."""
+    steps = phase.step_weight > 0
+    X, y = phase.features[steps], phase.target[steps]  # (n, D), (n,)
+    n, D = X.shape
+    ridge = RIDGE * torch.eye(D, device=X.device)
+    return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """The oracle: an agent that is told the task.
 
 It needs no memory, because it has nothing to infer: pi(. | s, task) and V(s, task) are MLPs.
-TrMRL's gap to the oracle is about the price of inferring the task; only about, because their
-networks and, on the half-cheetah, their learning rates differ. The oracle's own gap to a perfect
+TrMRL's gap to the oracle is roughly the price of inferring the task (roughly, because their
+networks and, on the half-cheetah, their learning rates differ). The oracle's own gap to a perfect
 score is due to the robot and to PPO. On ML45 it is weak: to keep this file small, it reads the
 class as one number, 0 to 44, not one-hot.
 
@@ -33,7 +33,7 @@ class Oracle(trmrl.Agent):
     """An agent that acts on the state and the task.
 
     It reads buffer.task, a tensor (R, k), which `collect` sets. With a Player of your own, set
-    player.buffer.task before it acts.
+    player.buffer.task, a float tensor on the agent's device, before it acts.
     """
 
     name = "oracle"

@@ -13,20 +13,22 @@ the product of all factors, whatever their order:
 
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
-not within an episode.
+not within an episode. Training always infers z from a context, so how the agent behaves in its
+first episode is not trained directly: it rests on the posterior being near the prior.
 
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
 a replay of past trials. For each trial it draws two independent samples: a context, from which z is
 inferred, and a batch, on which the policy and the Q functions are trained with this z. The error of
-the Q functions also trains the encoder, and a KL divergence keeps the posterior near the prior. The
-policy's gradient stops at z.
+the Q functions also trains the encoder, and a KL divergence pulls the posterior towards the prior.
+The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
 The main difference from the authors' PEARL: it visits a fixed set of tasks again and again, and
 keeps a replay of each. Here tasks are drawn anew in every iteration, so each trial has a replay of
-its own: the context comes from its first episodes, the batch from all of it, and recent trials are
-drawn more often. docs/differences.md lists the others.
+its own: the context comes from its first episodes, the batch from all of it. Recent trials are
+drawn more often, because contexts should be like those that the present policy produces.
+docs/differences.md lists the other differences.
 
 Shapes: an iteration collects R rows of T steps, a row being a trial, and the replay in memory keeps
 the last K iterations. A gradient step draws M trials, with B transitions each and C transitions of
@@ -52,19 +54,21 @@ from trmrl import setting
 # Three episodes, as a meta-test is scored on the third, whose z comes from the first two.
 COMMON = dict(num_tasks=10, episodes_per_trial=3, lr=1e-3)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# Off-policy learning needs fewer environment steps than TrMRL, but more gradient steps for each. On
-# MetaWorld, the number of steps is TrMRL's.
+# On locomotion, fewer environment steps than TrMRL, but more gradient steps: off-policy, each
+# transition is used many times. On MetaWorld, as many environment steps as TrMRL.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=900_000)
 PRESETS["ant_dir"] |= dict(total_steps=900_000)
 PRESETS["ml45"] |= dict(num_tasks=45)  # each class once
 
 
+# Settings without a meaning here, most of them of PPO.
+UNUSED = ("d_model", "init_std", "gae_lambda", "clip", "epochs", "minibatch", "value_lr")
+
+
 @dataclass
 class Config(trmrl.Config):
     presets = PRESETS
-    # Most of these are settings of PPO.
-    not_flags = (*NOT_FLAGS, "d_model", "init_std", "gae_lambda", "clip", "epochs", "value_lr")
-    not_flags += ("minibatch",)
+    not_flags = (*NOT_FLAGS, *UNUSED)
 
     lr: float = setting("learning", None, "learning rate", high=1)
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
@@ -76,8 +80,8 @@ class Config(trmrl.Config):
     batch_size: int = setting("SAC", 32, "B, transitions per trial and gradient step", low=1)
     context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    entropy_weight: float = setting("SAC", 0.1, "weight of the entropy, beside scaled rewards")
-    # Small, because it competes with the critics' error, and Q is scaled to order 1 (see `loss`).
+    entropy_weight: float = setting("SAC", 0.1, "alpha, if rewards have root mean square 1")
+    # Small, because the factor 1 - gamma in `loss` makes the critics' squared error small.
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "rate of the target Q functions", low=1e-6, high=1)
     max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
@@ -120,7 +124,7 @@ class PEARL(trmrl.Agent):
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         # Filled by `remember`, (K, R, T + 1, S + A + 3): the raw state, action, reward, terminated
-        # and timed_out of each step.
+        # and timed_out of each step (timed_out: it ended an episode at the time limit).
         self.replay = None
         # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
@@ -129,8 +133,8 @@ class PEARL(trmrl.Agent):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
         When acting, the M trials are the rows in which an episode begins, and C is the number of
-        all steps so far: usually more than in training, so the posterior is narrower. This is also
-        what the authors' code does.
+        all steps so far, as in the authors' code: on locomotion, 400 before the third episode,
+        instead of 64 in training. So the posterior is several times narrower.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -143,7 +147,7 @@ class PEARL(trmrl.Agent):
         factor_var = F.softplus(raw_var) + 1e-6
 
         # In a product of Gaussians, precisions (1 / var_n) add up, and they weight the means. The
-        # prior is not one of the factors.
+        # prior is not one of the factors, as in the authors' code.
         precision = 1 / factor_var
         var = 1 / precision.sum(dim=1)
         mean = var * (precision * factor_mean).sum(dim=1)
@@ -189,8 +193,8 @@ class PEARL(trmrl.Agent):
             begins = buffer.eta[:, t - 1] > 0
             z[:, t] = z[:, t - 1]
         if begins.any():
-            past = (buffer.state, buffer.clipped_action, buffer.reward)
-            mean, var = self.posterior(*(x[begins, :t] for x in past))
+            state, reward = buffer.state[begins, :t], buffer.reward[begins, :t]
+            mean, var = self.posterior(state, buffer.clipped_action[begins, :t], reward)
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
         noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
@@ -261,20 +265,21 @@ class PEARL(trmrl.Agent):
     def unpack(self, steps):
         """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
         S, A, _ = self.sizes
-        raw_state, action, *outcome = steps.split([S, A, 1, 1, 1], dim=-1)
-        return self.normalizer(raw_state), action, *(x.squeeze(-1) for x in outcome)
+        raw_state, action, outcome = steps.split([S, A, 3], dim=-1)
+        return self.normalizer(raw_state), action, *outcome.unbind(dim=-1)
 
     def loss(self, context, steps, next_steps, generator):
-        """The loss (Algorithm 1 of Rakelly et al.), and metrics.
+        """The loss, and metrics. As in later versions of SAC, target Q functions replace V.
 
         All three are packed steps of the replay: a context (M, C, ...), the batch (M, B, ...) and
-        the steps after those of the batch. timed_out says that an episode ended at its time limit.
+        the steps after those of the batch.
         """
         state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
         next_state = self.unpack(next_steps)[0]  # the rest of them is not used
 
         # Scale rewards to root mean square 1, as in `posterior`. A constant reward of 1 is worth
-        # 1 / (1 - gamma), so the factor 1 - gamma makes Q of order 1. It applies to alpha, too.
+        # 1 / (1 - gamma), so the factor 1 - gamma makes Q of order 1. The entropy adds to the
+        # reward, so its weight alpha has the same factor.
         gamma = self.config.gamma
         r = (1 - gamma) * (reward / self.reward_stats.root_mean_square)
         alpha = (1 - gamma) * self.config.entropy_weight
@@ -298,8 +303,9 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. They are
-        # switched on again before `backward`, because the critics' own loss needs their gradients.
+        # policy alone: z is detached, and the weights of the critics are constants in it. (With an
+        # optimizer each, these would be two gradient steps. A Run has one optimizer, so the losses
+        # are added, and the critics are switched on again for their own.)
         self.critics.requires_grad_(False)
         new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
@@ -310,7 +316,7 @@ class PEARL(trmrl.Agent):
         metrics = dict(critic_loss=critic_loss, q=min_q.mean(), kl=kl, entropy=-log_prob.mean())
         return loss, {name: x.detach() for name, x in metrics.items()}
 
-    # ---- The replay in memory and on disk --------------------------------------------------------
+    # ---- The replay as it is kept (machinery, which you can skip) --------------------------------
 
     def remember(self, buffer):
         """Add trials to the replay: the last K iterations are in self.replay, all in replay.bin.

@@ -20,8 +20,9 @@ on. So, unlike in the original, there is little to gain from exploring for a lat
 
 The main difference from Duan et al.: the gradient flows back not through the whole trial, but
 through segments of about 50 steps. Each starts from the hidden state that was stored when the agent
-acted, usually computed with slightly older weights. This is faster than running the GRU through
-the whole trial again, and a minibatch can mix many tasks.
+acted (from an iteration's second gradient step on, the weights that computed it are a little old).
+This is faster than running the GRU through the whole trial again, and a minibatch can mix more
+tasks.
 
 In training, a trial has two episodes, while a final meta-test has six: from the third on, the
 memory is older than it ever was in training. (On MetaWorld, test episodes are also longer.)
@@ -37,7 +38,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-SEGMENT = 50  # about how many steps a gradient flows back
+SEGMENT = 50  # a gradient flows back through so many steps, or a few more
 
 # A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two episodes
 # (TrMRL: one), so that the agent learns to carry its memory from one to the next. An iteration then
@@ -71,9 +72,8 @@ def gru_inputs(buffer, row, t):
 
 
 def segment_length(T):
-    """The divisor of T that is closest to SEGMENT: 50 for a row of 400 steps, 67 for one of 201."""
-    divisors = (n for n in range(1, T + 1) if T % n == 0)
-    return min(divisors, key=lambda n: abs(n - SEGMENT))
+    """The smallest divisor of T from SEGMENT on: 50 for a row of 400 steps, 67 for one of 201."""
+    return next(n for n in range(min(SEGMENT, T), T + 1) if T % n == 0)
 
 
 class RL2(trmrl.Agent):
@@ -89,7 +89,7 @@ class RL2(trmrl.Agent):
         self.gru = nn.GRU(S + A + 2, config.d_model, batch_first=True)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is h_t: step t reads this column and writes the next one.
+        """stored["hidden"][:, t] is h_t: step t reads this column and writes the next one.
 
         A row is a trial, so the zeros of a new buffer are the cleared memory. There are two more
         columns than steps, because `act` is also called after the last step (at t = T).
@@ -103,14 +103,14 @@ class RL2(trmrl.Agent):
         """Store h_{t+1} for step t + 1, then act on it."""
         row = torch.arange(len(buffer.token), device=self.device)
         buffer.stored["hidden"][:, t + 1] = self.recall(buffer, row, torch.full_like(row, t))
-        # Agent.act calls `recall` again: the same h_{t+1} from the same h_t, which costs little.
+        # Agent.act calls `recall` again, which computes the same h_{t+1} from h_t, for little time.
         return super().act(buffer, t, sample)
 
     def recall(self, buffer, row, t):
         """h_{t+1}, the output of the GRU at the steps t.
 
         row and t are segments of consecutive steps, (segments, length), as `minibatches` yields
-        them, or single steps (R,), when the agent acts. Returns the same shape, and d.
+        them, or single steps (R,), when the agent acts. Returns (segments, length, d) or (R, d).
         """
         shape = t.shape
         row, t = row.view(len(row), -1), t.view(len(t), -1)  # a single step: a segment of length 1
@@ -125,7 +125,7 @@ class RL2(trmrl.Agent):
 
         row and t are (segments, length), where Agent.minibatches yields (M,).
         """
-        R, T = buffer.value.shape
+        R, T = buffer.reward.shape
         length = segment_length(T)
         segments_per_row = T // length
         order = torch.randperm(R * segments_per_row, generator=generator, device=self.device)

@@ -240,19 +240,19 @@ def test_a_memory_or_belief_knows_the_past_but_neither_the_future_nor_another_tr
 
 
 def test_a_minibatch_of_rl2_is_made_of_segments_and_its_memory_is_that_of_whole_trials():
-    agent = make_agent(RL2, minibatch=130)
-    buffer = collect(agent, PointMass(4), steps=120)  # three segments of 40 in each row
+    agent = make_agent(RL2, minibatch=170)
+    buffer = collect(agent, PointMass(4), steps=150)  # three segments of 50 in each row
     batches = list(agent.minibatches(buffer, torch.Generator()))
-    assert [row.shape for row, _ in batches] == [(3, 40)] * 4
+    assert [row.shape for row, _ in batches] == [(3, 50)] * 4
     row, t = (torch.cat(x) for x in zip(*batches))
-    assert (row == row[:, :1]).all() and (t == t[:, :1] + torch.arange(40)).all()
-    assert len((120 * row + t).unique()) == 4 * 120  # every step once
+    assert (row == row[:, :1]).all() and (t == t[:, :1] + torch.arange(50)).all()
+    assert len((150 * row + t).unique()) == 4 * 150  # every step once
 
     with torch.no_grad():
         whole = agent.gru(gru_inputs(buffer, *all_steps(buffer)))[0]
         claim = "a segment does not continue from the hidden state that was stored before it"
         assert_same(agent.recall(buffer, row, t), whole[row, t], claim)
-    assert len(list(make_agent(RL2, minibatch=200).minibatches(buffer, torch.Generator()))) == 2
+    assert len(list(make_agent(RL2, minibatch=250).minibatches(buffer, torch.Generator()))) == 2
 
     # 201 steps are 3 segments of 67; a minibatch as large as the batch takes all 12 of them.
     agent = make_agent(RL2, minibatch=4 * 201)

@@ -31,7 +31,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import trmrl
@@ -58,7 +57,6 @@ class Config(trmrl.Config):
     d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
     lr: float = setting("learning", None, "learning rate of the policy", high=1)
-    # The inherited max_grad_norm applies to the VAE, too.
     latent_size: int = setting("VAE", 5, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
     vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
@@ -116,9 +114,10 @@ class VariBAD(trmrl.Agent):
         self.belief_normalizer = trmrl.RunningStats(2 * config.latent_size)
 
     def new_buffer(self, rows, steps, generator):
-        """hidden[:, t] is the encoder's state before step t; belief[:, t] is q(z | tau_{:t}).
+        """Adds stored["hidden"] and stored["belief"].
 
-        `act` is also called after the last step: it then writes the last columns of both.
+        hidden[:, t] is the encoder's hidden state before step t, and belief[:, t] is q(z |
+        tau_{:t}). `act` is also called after the last step: it then writes their last columns.
         """
         buffer = super().new_buffer(rows, steps, generator)
         d, Z = self.config.d_model, self.config.latent_size
@@ -163,8 +162,9 @@ class VariBAD(trmrl.Agent):
             i = torch.randint(T, (J,), generator=generator, device=self.device)
             noise = torch.randn(R, K, Z, generator=generator, device=self.device)
             error, kl = self.elbo_losses(buffer, t, i, noise)
-            # gradient_step first sets all gradients to None, and Adam skips such parameters. So
-            # this loss changes only the VAE, and PPO's only the rest.
+            # This loss does not reach the policy, and PPO's does not reach the VAE. Where no
+            # gradient arrives, it stays None, and Adam leaves the parameter alone. max_grad_norm
+            # applies here, too.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
@@ -181,9 +181,10 @@ class VariBAD(trmrl.Agent):
         ELBO = sum_t { E_{z ~ q(. | tau_{:t})} [ sum_i log p(r_i | s_i, a_i, s_{i+1}, z) ]
                        - KL( q(z | tau_{:t}) || q(z | tau_{:t-1}) ) }
 
-        where t and i run over the T steps of a row (i not over the last steps of episodes), and the
-        prior of t = 0 is N(0, I). The loss is -ELBO / (T T) up to a constant, averaged over rows:
-        the double sum over rewards becomes a mean, the sum over KL divergences a mean divided by T.
+        where t and i run over the T steps of a row (the last steps of episodes count 0 in the sum
+        over i), and the prior of t = 0 is N(0, I). The loss is -ELBO / T^2 up to a constant,
+        averaged over rows: the double sum over rewards becomes a mean, the sum over KL divergences
+        a mean divided by T.
         The error estimates the ELBO's first term from the given t (K,) and i (J,) and from one z
         per belief, made from its noise (R, K, Z).
         """
@@ -207,7 +208,8 @@ class VariBAD(trmrl.Agent):
 
         # The prior of a belief is the belief before it, which the gradient reaches, too. This term
         # is cheap, so it takes all t.
-        prior = F.pad(belief[:, :-1], (0, 0, 1, 0))  # zeros first: N(0, I)
+        first_prior = torch.zeros_like(belief[:, :1])  # mean and log-variance 0: N(0, I)
+        prior = torch.cat([first_prior, belief[:, :-1]], dim=1)
         prior_mean, prior_log_var = prior.chunk(2, dim=-1)
         kl = kl_divergence(mean, log_var, prior_mean, prior_log_var).mean() / T
         return error, kl
@@ -230,7 +232,7 @@ class VariBAD(trmrl.Agent):
         return belief.view(R, T, -1)
 
     def parameter_groups(self):
-        """Policy, value head and VAE, each with its learning rate."""
+        """Policy, value head and VAE, each with its learning rate. All of them decay."""
         policy, value = super().parameter_groups()
         policy["params"] = [self.log_std, *self.policy_head.parameters()]  # without the VAE
         # eps as in the authors' code, Adam's default; a Run sets PPO's 1e-5.
