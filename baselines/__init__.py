@@ -20,5 +20,5 @@ varibad.py, which builds on rl2.py. pearl.py and maml.py need only trmrl.py.
 
 # Settings that are not flags of any baseline: those that only a transformer has, and keep_memory,
 # which the method decides. It is false for the oracle; for all others it is true, so a row of a
-# Buffer holds all episodes of a trial (which is all that it does for maml).
+# Buffer holds all episodes of a trial (for pearl and maml it does nothing else).
 NOT_FLAGS = ("memory_length", "layers", "heads", "tfixup", "keep_memory")

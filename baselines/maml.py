@@ -28,7 +28,7 @@ Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
 
-The agent comes first, then TRPO, then the value baseline, which you can skip.
+The agent comes first, then TRPO, then the value baseline, which you can skip at first.
 """
 
 import sys
@@ -77,7 +77,6 @@ class Config(trmrl.Config):
 
 
 # ---- The agent -----------------------------------------------------------------------------------
-#
 
 EXPLORING, ADAPTED = 0, 1  # the phases of a trial
 
@@ -94,8 +93,33 @@ class Phase(NamedTuple):
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), standardised in each row
     step_weight: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
-    features: torch.Tensor  # (R, C, D), of the value baseline
-    target: torch.Tensor  # (R, C), what features . beta should be
+
+
+def make_phase(agent, buffer, which, in_phase):
+    """The phase `which` (EXPLORING or ADAPTED): the steps where in_phase is true.
+
+    in_phase (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
+    Everything is computed for all T steps, and step_weight hides those outside the phase.
+    """
+    rows = in_phase.any(dim=1)  # others are dropped: in `act`, those not ready for their inner step
+    in_phase = in_phase[rows]
+    step_weight = in_phase / in_phase.sum(dim=1, keepdim=True)
+
+    advantage = advantages(agent, buffer, which, rows, in_phase)
+    advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+    variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+    advantage = advantage / (variance.sqrt() + 1e-8)
+
+    T = in_phase.shape[1]
+    phase = Phase(
+        state=buffer.state[rows, :T],
+        action=buffer.action[rows, :T],
+        old_log_prob=buffer.log_prob[rows, :T],
+        advantage=advantage,
+        step_weight=step_weight,
+    )
+    used = in_phase.any(dim=0)  # (T,): drop the other columns, to save time
+    return Phase(*(x[:, used] for x in phase))
 
 
 class MAML(trmrl.Agent):
@@ -108,16 +132,16 @@ class MAML(trmrl.Agent):
     def __init__(self, config, sizes):
         S, _, _ = sizes
         super().__init__(config, sizes, e_size=S)
-        self.num_exploring = config.episodes_per_trial - 1  # episodes before the inner step
+        self.exploring_episodes = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # It has one row of weights for each phase; D = 3 S + 4, see value_features.
+        # It has one row of weights for each phase; D = 3 S + 4, see value_terms.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
     @property
     def theta(self):
-        """The initial weights as one vector, (P,)."""
+        """The meta-learned weights, with which every trial begins, as one vector, (P,)."""
         return nn.utils.parameters_to_vector(self.parameters()).detach()
 
     def policy(self, weights, state):
@@ -131,15 +155,15 @@ class MAML(trmrl.Agent):
     def J(self, weights, phase):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
-        Finn et al. have log pi here in the inner step: the same gradient where pi is pi_old, but
-        not the same second derivatives (see docs/differences.md).
+        Finn et al. have log pi here in the inner step. Where pi is pi_old, the gradient is the
+        same, but the Hessian of the ratio has one more term, which credits exploring actions for
+        the inner step that they cause (see docs/differences.md; ProMP has the same).
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
         ratio = (log_prob - phase.old_log_prob).exp()
-        return (
-            phase.step_weight * phase.advantage * ratio
-        ).sum()  # step_weight makes the sum a mean
+        # step_weight makes the sum a mean.
+        return (phase.step_weight * phase.advantage * ratio).sum()
 
     def adapt(self, theta, exploring):
         """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
@@ -153,6 +177,12 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
+    def explores(self, buffer, T):
+        """Whether each of the first T steps belongs to the exploring phase, (R, T)."""
+        done = buffer.eta[:, :T].long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        return episode < self.exploring_episodes
+
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
@@ -160,15 +190,15 @@ class MAML(trmrl.Agent):
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
-        ready = just_ended & (episode == self.num_exploring)
+        ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
-            mask = ready[:, None].expand(-1, t)  # all steps so far, but of the ready rows only
-            exploring = make_phase(self, buffer, EXPLORING, mask)
+            in_phase = self.explores(buffer, t) & ready[:, None]
+            exploring = make_phase(self, buffer, EXPLORING, in_phase)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        is_exploring = episode < self.num_exploring
+        is_exploring = episode < self.exploring_episodes
         noise = buffer.noise[:, t] * (is_exploring | sample)[:, None]
         action = mean + log_std.exp() * noise
         no_value = torch.zeros_like(mean[:, 0])
@@ -183,9 +213,8 @@ class MAML(trmrl.Agent):
         The objective and the KL divergence are functions of theta, on the experience collected with
         the present theta and theta'.
         """
-        done = buffer.eta.long()
-        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        is_exploring = episode < self.num_exploring
+        _, T = buffer.eta.shape
+        is_exploring = self.explores(buffer, T)
         exploring = make_phase(self, buffer, EXPLORING, is_exploring)
         adapted = make_phase(self, buffer, ADAPTED, ~is_exploring)
 
@@ -211,15 +240,16 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. These also normalise states with
-        # new statistics, which shifts policies and baselines, mostly at the start of training.
-        self.betas.copy_(torch.stack([fit_baseline(exploring), fit_baseline(adapted)]))
+        # Fit the value baselines for the next batch and meta-test. For these, states are normalised
+        # with new statistics, so policies and baselines shift a little, mostly early in training.
+        self.betas[EXPLORING] = fit_baseline(self.config, buffer, is_exploring)
+        self.betas[ADAPTED] = fit_baseline(self.config, buffer, ~is_exploring)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
         return metrics | {
             "return_before": returns[:, 0].mean(),  # of the first exploring episode
-            "return_after": returns[:, self.num_exploring].mean(),  # of the first adapted one
+            "return_after": returns[:, self.exploring_episodes].mean(),  # of the first adapted one
             "std": self.log_std.exp().mean().item(),
             "updates": 1,
         }
@@ -295,9 +325,9 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Advantages ----------------------------------------------------------------------------------
 #
-# This section is not needed to understand MAML. Advantages are relative to a value baseline, which
-# all tasks share. So it must be told what a task pays, for which the mean reward m of the row in
-# this phase stands in:
+# How advantages come about matters little for understanding MAML. They are relative to a value
+# baseline, which all tasks share. So it must be told what a task pays, for which the mean reward m
+# of the row in this phase stands in:
 #
 #     V(s) = m / (1 - gamma) + features . beta
 #     features = [s, s^2, m s, time, time^2, time^3, 1]
@@ -313,66 +343,61 @@ def trpo_step(objective, kl, theta, max_kl):
 RIDGE = 1e-3  # the penalty of the squared beta
 
 
-def value_features(state, m, ends):
-    """The features, (R, T, D), of states (R, T, S) and m (R, 1)."""
-    time = time_in_episode(ends)[..., None] / 100
-    time_features = [time, time**2, time**3, torch.ones_like(time)]
-    return torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
+def advantages(agent, buffer, which, rows, in_phase):
+    """Advantages (R, T), not yet standardised. `rows` chooses R of the buffer's rows."""
+    value_of_m, features = value_terms(agent.config, buffer, rows, in_phase)
+    value = value_of_m + features @ agent.betas[which]
+    return gae(agent.config, buffer, rows, value, agent.config.gae_lambda)
 
 
-def make_phase(agent, buffer, number, mask):
-    """The phase of this number (EXPLORING or ADAPTED): the steps where mask is true.
-
-    mask (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
-    Everything is computed for all T steps, and step_weight hides those outside the phase. An
-    advantage never reaches from one phase into the other, because phases meet where an episode
-    ends.
-    """
-    rows = mask.any(dim=1)  # others are dropped: in `act`, those not ready for their inner step
-    mask = mask[rows]
-    T = mask.shape[1]
-    state, action = buffer.state[rows, :T], buffer.action[rows, :T]
-    reward = buffer.reward[rows, :T]
-    # The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
-    # would join those of a row). The last step counts as an end even if its episode goes on.
-    ends = buffer.eta[rows, :T] > 0
-    ends[:, -1] = True
-
-    num_steps = mask.sum(dim=1, keepdim=True)  # (R, 1)
-    step_weight = mask / num_steps
-    m = (reward * mask).sum(dim=1, keepdim=True) / num_steps
-    features = value_features(state, m, ends)
-
-    def advantages(value, lam):
-        # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
-        # next state (it has the first one of the next episode). There and, for simplicity, at the
-        # end of a row, we take V(s_t).
-        next_value = torch.where(ends, value, value.roll(-1, dims=1))
-        next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
-        return trmrl.gae(reward, value, next_value, ends, gamma, lam)
-
-    gamma = agent.config.gamma
-    value_of_m = (m / (1 - gamma)).expand(-1, T)
-    value = value_of_m + features @ agent.betas[number]
-    advantage = advantages(value, agent.config.gae_lambda)
-    advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
-    variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
-    advantage = advantage / (variance.sqrt() + 1e-8)
+def fit_baseline(config, buffer, in_phase):
+    """beta (D,) by ridge regression over the steps of a phase, in all rows."""
+    all_rows = in_phase.any(dim=1)
+    value_of_m, features = value_terms(config, buffer, all_rows, in_phase)
     # What features . beta should explain: discounted return (bootstrapped at a time limit) minus
     # value_of_m. This is an advantage with lambda = 1 relative to value_of_m.
-    target = advantages(value_of_m, lam=1.0)
+    target = gae(config, buffer, all_rows, value_of_m, lam=1.0)
+    X, y = features[in_phase], target[in_phase]  # (n, D), (n,)
+    n, D = X.shape
+    ridge = RIDGE * torch.eye(D, device=X.device)
+    return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
-    phase = Phase(
-        state=state,
-        action=action,
-        old_log_prob=buffer.log_prob[rows, :T],
-        advantage=advantage,
-        step_weight=step_weight,
-        features=features,
-        target=target,
-    )
-    used = mask.any(dim=0)  # (T,): drop the other columns, to save time
-    return Phase(*(x[:, used] for x in phase))
+
+def value_terms(config, buffer, rows, in_phase):
+    """The two terms of V: the value of earning m forever (R, T), and the features (R, T, D)."""
+    T = in_phase.shape[1]
+    state, reward = buffer.state[rows, :T], buffer.reward[rows, :T]
+    m = (reward * in_phase).sum(dim=1, keepdim=True) / in_phase.sum(dim=1, keepdim=True)
+    time = time_in_episode(episode_ends(buffer, rows, T))[..., None] / 100
+    time_features = [time, time**2, time**3, torch.ones_like(time)]
+    features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
+    return (m / (1 - config.gamma)).expand(-1, T), features
+
+
+def gae(config, buffer, rows, value, lam):
+    """Advantages (R, T) of the chosen rows, whose steps have these values (R, T).
+
+    None reaches from one phase into the other, because phases meet where an episode ends.
+    """
+    T = value.shape[1]
+    ends = episode_ends(buffer, rows, T)
+    # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
+    # next state (it has the first one of the next episode). There and, for simplicity, at the end
+    # of a row, we take V(s_t).
+    next_value = torch.where(ends, value, value.roll(-1, dims=1))
+    next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
+    return trmrl.gae(buffer.reward[rows, :T], value, next_value, ends, config.gamma, lam)
+
+
+def episode_ends(buffer, rows, T):
+    """True at the last step of each episode, (R, T).
+
+    The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
+    would join those of a row).
+    """
+    ends = buffer.eta[rows, :T] > 0
+    ends[:, -1] = True  # even if the last episode goes on
+    return ends
 
 
 def time_in_episode(ends):
@@ -381,15 +406,6 @@ def time_in_episode(ends):
     # The step after an end begins an episode. (What roll wraps to t = 0 is multiplied by 0.)
     began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
     return t - began
-
-
-def fit_baseline(phase):
-    """beta (D,) by ridge regression over the steps of the phase."""
-    steps = phase.step_weight > 0
-    X, y = phase.features[steps], phase.target[steps]  # (n, D), (n,)
-    n, D = X.shape
-    ridge = RIDGE * torch.eye(D, device=X.device)
-    return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ not within an episode. Training always infers z from a context, so how the agent
 first episode is not trained directly: it rests on the posterior being near the prior.
 
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
-a replay of past trials. For each trial it draws two independent samples: a context, from which z is
-inferred, and a batch, on which the policy and the Q functions are trained with this z. The error of
-the Q functions also trains the encoder, and a KL divergence pulls the posterior towards the prior.
-The policy's gradient stops at z.
+a replay of past trials. A gradient step draws several trials, and of each two independent samples:
+a context, from which z is inferred, and a batch, on which the policy and the Q functions are
+trained with this z. The error of the Q functions also trains the encoder, and a KL divergence pulls
+the posterior towards the prior. The policy's gradient stops at z.
 
     python -m baselines.pearl --env halfcheetah_vel
 
-The main difference from the authors' PEARL: it visits a fixed set of tasks again and again, and
+The main difference from the authors' PEARL: theirs visits a fixed set of tasks again and again, and
 keeps a replay of each. Here tasks are drawn anew in every iteration, so each trial has a replay of
 its own: the context comes from its first episodes, the batch from all of it. Recent trials are
 drawn more often, because contexts should be like those that the present policy produces.
@@ -41,6 +41,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,11 +81,12 @@ class Config(trmrl.Config):
     batch_size: int = setting("SAC", 32, "B, transitions per trial and gradient step", low=1)
     context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    entropy_weight: float = setting("SAC", 0.1, "alpha, if rewards have root mean square 1")
-    # Small, because the factor 1 - gamma in `loss` makes the critics' squared error small.
+    entropy_weight: float = setting("SAC", 0.1, "weight of the entropy beside scaled rewards")
+    # Small, because the critics' squared error is: rewards have a factor 1 - gamma in `loss`. (This
+    # weight is not rescaled with gamma.)
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
-    target_rate: float = setting("SAC", 0.01, "rate of the target Q functions", low=1e-6, high=1)
-    max_grad_norm: float = setting("SAC", 10.0, "gradients are clipped to this norm", low=1e-9)
+    target_rate: float = setting("SAC", 0.01, "tau of the target Q functions", low=1e-6, high=1)
+    max_grad_norm: float = setting("SAC", 10.0, "joint norm of all gradients", low=1e-9)
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
@@ -93,8 +95,18 @@ class Config(trmrl.Config):
         super().__post_init__()
 
 
+class Steps(NamedTuple):
+    """Steps of the replay, (...) or (..., size)."""
+
+    state: torch.Tensor  # normalised
+    action: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor  # 1 if the episode ended here, else 0
+    timed_out: torch.Tensor  # 1 if it was cut off here by the time limit, else 0
+
+
 def relu_mlp(inputs, hidden, outputs):
-    """Two hidden layers with ReLU and, unlike trmrl.mlp, PyTorch's initial weights."""
+    """Two hidden layers with ReLU and PyTorch's initial weights (trmrl.mlp: tanh and Xavier's)."""
     layers = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
@@ -123,9 +135,7 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        # Filled by `remember`, (K, R, T + 1, S + A + 3): the raw state, action, reward, terminated
-        # and timed_out of each step (timed_out: it ended an episode at the time limit).
-        self.replay = None
+        self.replay = None  # filled by `remember`, (K, R, T + 1, S + A + 3): see `pack`
         # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
@@ -133,8 +143,8 @@ class PEARL(trmrl.Agent):
         """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
 
         When acting, the M trials are the rows in which an episode begins, and C is the number of
-        all steps so far, as in the authors' code: on locomotion, 400 before the third episode,
-        instead of 64 in training. So the posterior is several times narrower.
+        all steps so far: on locomotion, 400 before the third episode, instead of 64 in training. So
+        the standard deviation is about 2.5 times smaller. It is the same in the authors' code.
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -219,8 +229,8 @@ class PEARL(trmrl.Agent):
         iterations = int(self.replay_iterations)  # not in the loop: int() waits for a GPU
         totals = 0.0  # becomes a tensor, which stays on the GPU
         for _ in range(config.updates):
-            context, steps, next_steps = self.sample_replay(iterations, generator)
-            loss, metrics = self.loss(context, steps, next_steps, generator)
+            samples = self.sample_replay(iterations, generator)
+            loss, metrics = self.loss(*map(self.unpack, samples), generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
@@ -230,7 +240,7 @@ class PEARL(trmrl.Agent):
         return means | {"updates": config.updates}
 
     def sample_replay(self, iterations, generator):
-        """Steps of M trials of the replay: a context (M, C, ...), B steps and their next ones.
+        """Packed steps of M trials: a context (M, C, ...), a batch (M, B, ...), and the next ones.
 
         All draws are with replacement.
         """
@@ -255,27 +265,13 @@ class PEARL(trmrl.Agent):
         t = (uniform(M, B) * T).long()
         return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
 
-    def pack(self, buffer):
-        """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""
-        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
-        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
-        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only a state
-        return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
-
-    def unpack(self, steps):
-        """State (normalised), action, reward, terminated and timed_out of steps of the replay."""
-        S, A, _ = self.sizes
-        raw_state, action, outcome = steps.split([S, A, 3], dim=-1)
-        return self.normalizer(raw_state), action, *outcome.unbind(dim=-1)
-
-    def loss(self, context, steps, next_steps, generator):
+    def loss(self, context, batch, following, generator):
         """The loss, and metrics. As in later versions of SAC, target Q functions replace V.
 
-        All three are packed steps of the replay: a context (M, C, ...), the batch (M, B, ...) and
-        the steps after those of the batch.
+        The Steps of a context (M, C, ...), of a batch (M, B, ...), and those that follow the batch.
         """
-        state, action, reward, terminated, timed_out = self.unpack(steps)  # (M, B, ...) each
-        next_state = self.unpack(next_steps)[0]  # the rest of them is not used
+        state, action, reward, terminated, timed_out = batch
+        next_state = following.state
 
         # Scale rewards to root mean square 1, as in `posterior`. A constant reward of 1 is worth
         # 1 / (1 - gamma), so the factor 1 - gamma makes Q of order 1. The entropy adds to the
@@ -285,7 +281,7 @@ class PEARL(trmrl.Agent):
         alpha = (1 - gamma) * self.config.entropy_weight
 
         # z ~ q(z | c), the same for all transitions of a trial; KL(q(z | c) || N(0, I)).
-        mean, var = self.posterior(*self.unpack(context)[:3])  # state, action and reward
+        mean, var = self.posterior(context.state, context.action, context.reward)
         z = mean + var.sqrt() * noise_like(mean, generator)
         z = z[:, None].expand(-1, state.shape[1], -1)  # (M, B, Z)
         kl = 0.5 * (mean.square() + var - var.log() - 1).sum(dim=-1).mean()
@@ -303,12 +299,12 @@ class PEARL(trmrl.Agent):
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
         # The policy maximises min_i Q_i(s, a, z) - alpha log pi(a | s, z). This loss trains the
-        # policy alone: z is detached, and the weights of the critics are constants in it. (With an
-        # optimizer each, these would be two gradient steps. A Run has one optimizer, so the losses
-        # are added, and the critics are switched on again for their own.)
+        # policy alone: z is detached, and the critics are constants while its graph is built. (The
+        # graph of critic_loss exists already and is not affected.)
+        z = z.detach()
         self.critics.requires_grad_(False)
-        new_action, log_prob = self.pi(state, z.detach(), noise_like(action, generator))
-        min_q = self.q_values(self.critics, state, new_action, z.detach()).amin(dim=0)
+        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
+        min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
         policy_loss = (alpha * log_prob - min_q).mean()
         self.critics.requires_grad_(True)
 
@@ -317,6 +313,19 @@ class PEARL(trmrl.Agent):
         return loss, {name: x.detach() for name, x in metrics.items()}
 
     # ---- The replay as it is kept (machinery, which you can skip) --------------------------------
+
+    def pack(self, buffer):
+        """The trials of a buffer as the replay keeps them, (R, T + 1, S + A + 3)."""
+        timed_out = buffer.eta.masked_fill(buffer.terminated, 0.0)
+        outcome = torch.stack([buffer.reward, buffer.terminated, timed_out], dim=-1)
+        outcome = F.pad(outcome, (0, 0, 0, 1))  # after the last step there is only a state
+        return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
+
+    def unpack(self, steps):
+        """Packed steps, (..., S + A + 3), as Steps."""
+        S, A, _ = self.sizes
+        raw_state, action, outcome = steps.split([S, A, 3], dim=-1)
+        return Steps(self.normalizer(raw_state), action, *outcome.unbind(dim=-1))
 
     def remember(self, buffer):
         """Add trials to the replay: the last K iterations are in self.replay, all in replay.bin.

@@ -491,7 +491,7 @@ def test_losses_and_gradients_are_those_by_hand():
     for x in agent.targets.parameters():
         x.add_(0.3 * torch.randn_like(x))  # as after some training
     batch = random_batch()
-    loss, metrics = agent.loss(*batch, torch.Generator().manual_seed(5))
+    loss, metrics = agent.loss(*map(agent.unpack, batch), torch.Generator().manual_seed(5))
     loss.backward()
     by_hand = losses_by_hand(agent, *batch, torch.Generator().manual_seed(5))
     critic_loss, policy_loss, kl = by_hand
