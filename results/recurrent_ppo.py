@@ -30,7 +30,7 @@ sys.path.insert(0, str(RESULTS.parent))
 import trmrl  # noqa: E402
 
 ENV = "halfcheetah_vel"
-TOTAL_STEPS = 500_000
+TOTAL_STEPS = 1_500_000  # as TrMRL
 EPISODES_PER_TRIAL = 2
 NUM_ENVS = 16
 EVAL_EVERY = 80_000  # environment steps between meta-tests
