@@ -368,7 +368,8 @@ def panel_note(env, groups, looks=AGENTS):
         note = f"mean and range of {note}"
     labels = looks | AGENTS  # "PEARL", not "PEARL, episode 3"
     for n in sorted(set(counts.values()) - {usual}):
-        note += f" ({n} for {', '.join(labels[k][0] for k in counts if counts[k] == n)})"
+        names = ", ".join(labels[k][0] for k in counts if counts[k] == n)
+        note += f" ({'thin lines' if n == 1 else names}: {n})"
     if is_arm(env):
         actions = {run.tests[0]["actions"] for seeds in groups.values() for run in seeds}
         note += f", {' and '.join(sorted(actions))}"  # actions; the panels are narrow

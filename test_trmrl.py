@@ -1857,13 +1857,13 @@ def test_arms_are_shown_by_success_with_sampled_actions(tmp_path):
     old = plots.read_run(pretend(tmp_path / "old", sampled, env="ml1_reach", actions=False))
     assert plots.learning_curve(old) == {100: 0.5}  # the first edition had mean actions only
     both = {"trmrl": [old, old], "rl2": [old]}
-    assert plots.panel_note("ml1_reach", both) == "2 seeds (1 for RL²), mean"
-    assert plots.panel_note("ant_dir", both) == "mean and range of 2 seeds (1 for RL²)"
+    assert plots.panel_note("ml1_reach", both) == "2 seeds (thin lines: 1), mean"
+    assert plots.panel_note("ant_dir", both) == "mean and range of 2 seeds (thin lines: 1)"
     most = {"trmrl": [run, run, run], "rl2": [run], "varibad": [run]}  # most agents have one
-    assert plots.panel_note("ml1_reach", most) == "1 seed (3 for TrMRL), sampled"
+    assert plots.panel_note("ml1_reach", most) == "1 seed (TrMRL: 3), sampled"
     groups, looks = {(12,): [run, run], (4,): [run]}, plots.ablation_looks("layers", [(4,), (12,)])
     note = plots.panel_note("ant_dir", groups, looks)
-    assert note == "mean and range of 2 seeds (1 for layers: 4)"
+    assert note == "mean and range of 2 seeds (thin lines: 1)"
 
 
 def test_runs_that_do_not_fit_are_left_out_with_a_reason(tmp_path, capsys):
