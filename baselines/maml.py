@@ -20,15 +20,15 @@ The policy has no memory. A policy gradient needs sampled actions, so the agent 
 explores, even in a meta-test that otherwise takes mean actions.
 
 The main difference from Finn et al. is the amount of data. Theirs, per iteration: 40 tasks, with 20
-episodes each for the inner step and 20 for the outer one (on AntDir 40). Ours: 20 tasks, with E - 1
-episodes (by default two) for the inner step and one for the outer. docs/differences.md lists the
-others.
+episodes each for the inner step and 20 for the outer one (on AntDir, 40 and 40). Ours: 20 tasks
+(ML45: 45), with E - 1 episodes (by default two) for the inner step and the rest of the row, usually
+one episode, for the outer. docs/differences.md lists the others.
 
 Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S and A, the sizes of
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
 
-The agent comes first, then TRPO, then the value baseline, which you can skip at first.
+The agent comes first, then TRPO, then phases and their advantages.
 """
 
 import sys
@@ -84,8 +84,9 @@ EXPLORING, ADAPTED = 0, 1  # the phases of a trial
 class Phase(NamedTuple):
     """The steps of one phase: of R rows or, inside vmap, of one row (then R is absent below).
 
-    Where episodes end early, as on the ant, a phase covers different columns in different rows. C
-    columns are kept, those that any row uses. Where a row does not use one, step_weight is 0.
+    Where episodes end early, as on the ant, a phase covers different columns in different rows. The
+    C columns are those that any row uses. Where a row does not use one, step_weight is 0.
+    `make_phase`, in the last section, makes a Phase of the Steps of a buffer.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -93,33 +94,6 @@ class Phase(NamedTuple):
     old_log_prob: torch.Tensor  # (R, C), when the action was taken
     advantage: torch.Tensor  # (R, C), standardised in each row
     step_weight: torch.Tensor  # (R, C), a step's weight in a mean over the phase: 1 / steps, or 0
-
-
-def make_phase(agent, buffer, which, in_phase):
-    """The phase `which` (EXPLORING or ADAPTED): the steps where in_phase is true.
-
-    in_phase (all rows, T) may have fewer columns than the buffer: in `act`, T is the steps so far.
-    Everything is computed for all T steps, and step_weight hides those outside the phase.
-    """
-    rows = in_phase.any(dim=1)  # others are dropped: in `act`, those not ready for their inner step
-    in_phase = in_phase[rows]
-    step_weight = in_phase / in_phase.sum(dim=1, keepdim=True)
-
-    advantage = advantages(agent, buffer, which, rows, in_phase)
-    advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
-    variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
-    advantage = advantage / (variance.sqrt() + 1e-8)
-
-    T = in_phase.shape[1]
-    phase = Phase(
-        state=buffer.state[rows, :T],
-        action=buffer.action[rows, :T],
-        old_log_prob=buffer.log_prob[rows, :T],
-        advantage=advantage,
-        step_weight=step_weight,
-    )
-    used = in_phase.any(dim=0)  # (T,): drop the other columns, to save time
-    return Phase(*(x[:, used] for x in phase))
 
 
 class MAML(trmrl.Agent):
@@ -156,8 +130,13 @@ class MAML(trmrl.Agent):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
         Finn et al. have log pi here in the inner step. Where pi is pi_old, the gradient is the
-        same, but the Hessian of the ratio has one more term, which credits exploring actions for
-        the inner step that they cause (see docs/differences.md; ProMP has the same).
+        same, but not the Hessian, which the outer gradient contains:
+
+            of log pi:       Hessian of log pi
+            of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T
+
+        By the last term, an exploring action becomes more likely if the inner step that it alone
+        would cause improves J_adapted. See docs/differences.md.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -177,12 +156,6 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
-    def explores(self, buffer, T):
-        """Whether each of the first T steps belongs to the exploring phase, (R, T)."""
-        done = buffer.eta[:, :T].long()
-        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        return episode < self.exploring_episodes
-
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
@@ -192,14 +165,15 @@ class MAML(trmrl.Agent):
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
-            in_phase = self.explores(buffer, t) & ready[:, None]
-            exploring = make_phase(self, buffer, EXPLORING, in_phase)
+            steps = first_steps(buffer, ready, t)
+            all_explore = torch.ones_like(steps.eta, dtype=torch.bool)
+            exploring = make_phase(self.config, steps, all_explore, self.betas[EXPLORING])
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
         mean, log_std = vmap(self.policy)(buffer.stored["weights"], buffer.state[:, t])
-        is_exploring = episode < self.exploring_episodes
-        noise = buffer.noise[:, t] * (is_exploring | sample)[:, None]
+        noisy = (episode < self.exploring_episodes) | sample
+        noise = buffer.noise[:, t] * noisy[:, None]
         action = mean + log_std.exp() * noise
         no_value = torch.zeros_like(mean[:, 0])
         return action, trmrl.gaussian_log_prob(mean, log_std, action), no_value
@@ -213,10 +187,12 @@ class MAML(trmrl.Agent):
         The objective and the KL divergence are functions of theta, on the experience collected with
         the present theta and theta'.
         """
-        _, T = buffer.eta.shape
-        is_exploring = self.explores(buffer, T)
-        exploring = make_phase(self, buffer, EXPLORING, is_exploring)
-        adapted = make_phase(self, buffer, ADAPTED, ~is_exploring)
+        done = buffer.eta.long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        explores = episode < self.exploring_episodes  # (R, T)
+        steps = first_steps(buffer, slice(None), buffer.eta.shape[1])
+        exploring = make_phase(self.config, steps, explores, self.betas[EXPLORING])
+        adapted = make_phase(self.config, steps, ~explores, self.betas[ADAPTED])
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it, and with it the second derivatives come in. At the present theta, it gives the
@@ -242,8 +218,8 @@ class MAML(trmrl.Agent):
 
         # Fit the value baselines for the next batch and meta-test. For these, states are normalised
         # with new statistics, so policies and baselines shift a little, mostly early in training.
-        self.betas[EXPLORING] = fit_baseline(self.config, buffer, is_exploring)
-        self.betas[ADAPTED] = fit_baseline(self.config, buffer, ~is_exploring)
+        self.betas[EXPLORING] = fit_baseline(self.config, steps, explores)
+        self.betas[ADAPTED] = fit_baseline(self.config, steps, ~explores)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -258,7 +234,7 @@ class MAML(trmrl.Agent):
 # ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
 
 CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence
+DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence (the authors: 1e-5)
 STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
 
 
@@ -323,11 +299,10 @@ def trpo_step(objective, kl, theta, max_kl):
     return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
-# ---- Advantages ----------------------------------------------------------------------------------
+# ---- Phases and their advantages -----------------------------------------------------------------
 #
-# How advantages come about matters little for understanding MAML. They are relative to a value
-# baseline, which all tasks share. So it must be told what a task pays, for which the mean reward m
-# of the row in this phase stands in:
+# Advantages are relative to a value baseline, which all tasks share. So it must be told what a task
+# pays, for which the mean reward m of the row in this phase stands in:
 #
 #     V(s) = m / (1 - gamma) + features . beta
 #     features = [s, s^2, m s, time, time^2, time^3, 1]
@@ -335,69 +310,87 @@ def trpo_step(objective, kl, theta, max_kl):
 #
 # m / (1 - gamma) is the value of earning m at every step, forever. Each phase has its own beta,
 # which is fitted to all tasks of the previous iteration (in the first iteration, it is 0). The
-# authors of MAML fit one beta to each task, to its 20 or 40 episodes; fitted to our one or two, it
-# would overfit. The price: m depends on the actions, so it biases the gradient.
+# authors of MAML fit one beta to each task, to its 20 or 40 episodes; with so few episodes as here,
+# it would overfit. But m depends on the actions, so using it biases the gradient.
 #
 # Unlike in trmrl.py, rewards are not scaled, because advantages are standardised.
 
 RIDGE = 1e-3  # the penalty of the squared beta
 
 
-def advantages(agent, buffer, which, rows, in_phase):
-    """Advantages (R, T), not yet standardised. `rows` chooses R of the buffer's rows."""
-    value_of_m, features = value_terms(agent.config, buffer, rows, in_phase)
-    value = value_of_m + features @ agent.betas[which]
-    return gae(agent.config, buffer, rows, value, agent.config.gae_lambda)
+class Steps(NamedTuple):
+    """Columns of a buffer: the first T steps of some of its rows."""
+
+    state: torch.Tensor  # (R, T, S)
+    action: torch.Tensor  # (R, T, A)
+    log_prob: torch.Tensor  # (R, T), as are the following
+    reward: torch.Tensor
+    eta: torch.Tensor
+    terminated: torch.Tensor
+
+    @property
+    def ends(self):
+        """True at the last step of each episode. (The last column is one even if it goes on.)
+
+        The policy has no memory, so each episode is a trajectory of its own, while
+        Buffer.trajectory_ends would join those of a row.
+        """
+        ends = self.eta > 0
+        ends[:, -1] = True
+        return ends
 
 
-def fit_baseline(config, buffer, in_phase):
-    """beta (D,) by ridge regression over the steps of a phase, in all rows."""
-    all_rows = in_phase.any(dim=1)
-    value_of_m, features = value_terms(config, buffer, all_rows, in_phase)
+def first_steps(buffer, rows, T):
+    return Steps(*(getattr(buffer, name)[rows, :T] for name in Steps._fields))
+
+
+def make_phase(config, steps, in_phase, beta):
+    """The phase of those steps where in_phase, (R, T), is true."""
+    value_of_m, features = value_terms(config, steps, in_phase)
+    advantage = advantages(config, steps, value_of_m + features @ beta, config.gae_lambda)
+
+    # Standardise in each row. Everything so far was computed for all steps; those outside the phase
+    # have weight 0.
+    step_weight = in_phase / in_phase.sum(dim=1, keepdim=True)
+    advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
+    variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
+    advantage = advantage / (variance.sqrt() + 1e-8)
+
+    phase = Phase(steps.state, steps.action, steps.log_prob, advantage, step_weight)
+    used = in_phase.any(dim=0)  # (T,): drop the other columns, to save time
+    return Phase(*(x[:, used] for x in phase))
+
+
+def fit_baseline(config, steps, in_phase):
+    """beta (D,) by ridge regression over the steps of a phase."""
+    value_of_m, features = value_terms(config, steps, in_phase)
     # What features . beta should explain: discounted return (bootstrapped at a time limit) minus
     # value_of_m. This is an advantage with lambda = 1 relative to value_of_m.
-    target = gae(config, buffer, all_rows, value_of_m, lam=1.0)
+    target = advantages(config, steps, value_of_m, lam=1.0)
     X, y = features[in_phase], target[in_phase]  # (n, D), (n,)
     n, D = X.shape
     ridge = RIDGE * torch.eye(D, device=X.device)
     return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
-def value_terms(config, buffer, rows, in_phase):
-    """The two terms of V: the value of earning m forever (R, T), and the features (R, T, D)."""
-    T = in_phase.shape[1]
-    state, reward = buffer.state[rows, :T], buffer.reward[rows, :T]
-    m = (reward * in_phase).sum(dim=1, keepdim=True) / in_phase.sum(dim=1, keepdim=True)
-    time = time_in_episode(episode_ends(buffer, rows, T))[..., None] / 100
+def value_terms(config, steps, in_phase):
+    """The two terms of V: m / (1 - gamma), (R, T), and the features, (R, T, D)."""
+    state = steps.state
+    m = (steps.reward * in_phase).sum(dim=1, keepdim=True) / in_phase.sum(dim=1, keepdim=True)
+    time = time_in_episode(steps.ends)[..., None] / 100
     time_features = [time, time**2, time**3, torch.ones_like(time)]
     features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)
-    return (m / (1 - config.gamma)).expand(-1, T), features
+    return (m / (1 - config.gamma)).expand_as(steps.reward), features
 
 
-def gae(config, buffer, rows, value, lam):
-    """Advantages (R, T) of the chosen rows, whose steps have these values (R, T).
-
-    None reaches from one phase into the other, because phases meet where an episode ends.
-    """
-    T = value.shape[1]
-    ends = episode_ends(buffer, rows, T)
+def advantages(config, steps, value, lam):
+    """GAE of all steps, given their values, (R, T). Episodes are separate, so phases are, too."""
     # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
     # next state (it has the first one of the next episode). There and, for simplicity, at the end
     # of a row, we take V(s_t).
-    next_value = torch.where(ends, value, value.roll(-1, dims=1))
-    next_value = next_value.masked_fill(buffer.terminated[rows, :T], 0.0)
-    return trmrl.gae(buffer.reward[rows, :T], value, next_value, ends, config.gamma, lam)
-
-
-def episode_ends(buffer, rows, T):
-    """True at the last step of each episode, (R, T).
-
-    The policy has no memory, so each episode is a trajectory of its own (Buffer.trajectory_ends
-    would join those of a row).
-    """
-    ends = buffer.eta[rows, :T] > 0
-    ends[:, -1] = True  # even if the last episode goes on
-    return ends
+    next_value = torch.where(steps.ends, value, value.roll(-1, dims=1))
+    next_value = next_value.masked_fill(steps.terminated, 0.0)
+    return trmrl.gae(steps.reward, value, next_value, steps.ends, config.gamma, lam)
 
 
 def time_in_episode(ends):

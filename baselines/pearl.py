@@ -2,9 +2,9 @@
 """PEARL: "Efficient Off-Policy Meta-Reinforcement Learning via Probabilistic Context Variables"
 (Rakelly et al. 2019).
 
-PEARL describes a task by a latent vector z and infers z from the transitions seen so far, the
-context c. An encoder turns each transition into a Gaussian factor, and the posterior q(z | c) is
-the product of all factors, whatever their order:
+PEARL describes a task by a latent vector z and infers z from the transitions of earlier episodes,
+the context c. An encoder turns each transition into a Gaussian factor, and the posterior q(z | c)
+is the product of all factors, whatever their order:
 
     q(z | c) is proportional to prod_n N(z; mean_n, var_n),
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
@@ -81,12 +81,14 @@ class Config(trmrl.Config):
     batch_size: int = setting("SAC", 32, "B, transitions per trial and gradient step", low=1)
     context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
-    entropy_weight: float = setting("SAC", 0.1, "weight of the entropy beside scaled rewards")
-    # Small, because the critics' squared error is: rewards have a factor 1 - gamma in `loss`. (This
-    # weight is not rescaled with gamma.)
+    entropy_weight: float = setting("SAC", 0.1, "weight of the entropy, relative to scaled rewards")
+    # Small, because the squared errors of the critics carry a factor (1 - gamma)^2, see `loss`. If
+    # you change gamma, change this, too.
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "tau of the target Q functions", low=1e-6, high=1)
-    max_grad_norm: float = setting("SAC", 10.0, "joint norm of all gradients", low=1e-9)
+    max_grad_norm: float = setting(
+        "SAC", 10.0, "gradients are clipped to this joint norm", low=1e-9
+    )
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
@@ -96,11 +98,11 @@ class Config(trmrl.Config):
 
 
 class Steps(NamedTuple):
-    """Steps of the replay, (...) or (..., size)."""
+    """Steps of the replay."""
 
-    state: torch.Tensor  # normalised
-    action: torch.Tensor
-    reward: torch.Tensor
+    state: torch.Tensor  # (..., S), normalised
+    action: torch.Tensor  # (..., A)
+    reward: torch.Tensor  # (...), as are the following
     terminated: torch.Tensor  # 1 if the episode ended here, else 0
     timed_out: torch.Tensor  # 1 if it was cut off here by the time limit, else 0
 
@@ -144,7 +146,7 @@ class PEARL(trmrl.Agent):
 
         When acting, the M trials are the rows in which an episode begins, and C is the number of
         all steps so far: on locomotion, 400 before the third episode, instead of 64 in training. So
-        the standard deviation is about 2.5 times smaller. It is the same in the authors' code.
+        the standard deviation is about 2.5 times smaller (the authors' code has the same mismatch).
         """
         M, C = reward.shape
         if C == 0:  # the first episode: the prior
@@ -230,7 +232,8 @@ class PEARL(trmrl.Agent):
         totals = 0.0  # becomes a tensor, which stays on the GPU
         for _ in range(config.updates):
             samples = self.sample_replay(iterations, generator)
-            loss, metrics = self.loss(*map(self.unpack, samples), generator)
+            context, batch, following = map(self.unpack, samples)
+            loss, metrics = self.loss(context, batch, following, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
@@ -240,7 +243,7 @@ class PEARL(trmrl.Agent):
         return means | {"updates": config.updates}
 
     def sample_replay(self, iterations, generator):
-        """Packed steps of M trials: a context (M, C, ...), a batch (M, B, ...), and the next ones.
+        """Packed steps of M trials: a context (M, C, ...), a batch (M, B, ...) and the next ones.
 
         All draws are with replacement.
         """
@@ -257,9 +260,9 @@ class PEARL(trmrl.Agent):
         slot = (iterations - 1 - age) % K  # (M, 1)
         row = (uniform(M, 1) * R).long()  # (M, 1)
 
-        # A context is C random steps of the first episodes, one to E - 1 of them (one if E is 1),
-        # where an episode counts as T / E steps, even if one ended early. The RL batch comes from
-        # the whole trial.
+        # A context is C random steps of the first e episodes, where e is drawn from 1 to E - 1 (it
+        # is 1 if E is 1). Even if episodes ended early, these are e T / E steps. The RL batch comes
+        # from the whole trial.
         context_episodes = 1 + (uniform(M, 1) * (E - 1)).long()
         t_context = (uniform(M, C) * context_episodes * T / E).long()
         t = (uniform(M, B) * T).long()
@@ -294,7 +297,7 @@ class PEARL(trmrl.Agent):
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
         # The critics' error also trains the encoder, through z. Steps at a time limit are left out
-        # (error 0), because the next state in the replay usually belongs to the next episode.
+        # (error 0): the next state in the replay belongs to the next episode, if there is one.
         error = (1 - timed_out) * (self.q_values(self.critics, state, action, z) - y)  # (2, M, B)
         critic_loss = error.square().mean(dim=(1, 2)).sum()
 
