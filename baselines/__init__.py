@@ -11,11 +11,12 @@
 
 An agent's score is the return of its first test episode. But pearl and maml adapt only between
 episodes, so a later one is scored: pearl's third, and maml's E-th, the first after its inner step
-(E is 3 by default). By then, they have seen more of the task than the others.
+(E is 3 by default). By then, they have seen more of the task than the others. On locomotion, they
+also train for other numbers of steps: compare total_steps in --help.
 
-All are subclasses of trmrl.Agent. They use the letters of trmrl.py; each file lists its own, some
-of which mean something else there. Read oracle.py first, the smallest; then rl2.py; then
-varibad.py, which builds on rl2.py. pearl.py and maml.py need only trmrl.py.
+All are subclasses of trmrl.Agent and use the letters of trmrl.py. varibad.py, pearl.py and maml.py
+list letters of their own, and a few mean something else there. Read oracle.py first, the smallest;
+then rl2.py; then varibad.py, which builds on rl2.py. pearl.py and maml.py need only trmrl.py.
 """
 
 # Settings that are not flags of any baseline: those that only a transformer has, and keep_memory,

@@ -12,7 +12,7 @@ J is the mean, over the steps of a phase, of advantage * pi / pi_old, where pi_o
 that acted. Where pi is pi_old, grad J is the policy gradient. Meta-training maximises the mean over
 tasks of J_adapted(theta'). Its gradient with respect to theta passes through the inner step, so
 MAML needs second derivatives. The outer step is TRPO's: to first order, the one that raises the
-objective most while the KL divergence of the adapted policies stays below a bound.
+objective most while the adapted policies stay close to the old ones, in KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -28,7 +28,7 @@ Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
 
-The agent comes first, then TRPO, then phases and their advantages.
+The agent comes first, then TRPO, then how the standardised advantages of a phase are computed.
 """
 
 import sys
@@ -71,7 +71,7 @@ class Config(trmrl.Config):
 
     def __post_init__(self):
         if trmrl.WORLD_SIZE > 1:
-            # `update` would not average over processes.
+            # `update` does not average over processes.
             raise trmrl.UserError("maml runs in one process; start it without torchrun")
         super().__post_init__()
 
@@ -85,8 +85,7 @@ class Phase(NamedTuple):
     """The steps of one phase: of R rows or, inside vmap, of one row (then R is absent below).
 
     Where episodes end early, as on the ant, a phase covers different columns in different rows. The
-    C columns are those that any row uses. Where a row does not use one, step_weight is 0.
-    `make_phase`, in the last section, makes a Phase of the Steps of a buffer.
+    C columns are those that at least one row uses. Where a row does not, step_weight is 0.
     """
 
     state: torch.Tensor  # (R, C, S)
@@ -109,7 +108,7 @@ class MAML(trmrl.Agent):
         self.exploring_episodes = config.episodes_per_trial - 1  # episodes before the inner step
         self.scored_episode = config.episodes_per_trial  # the first after the inner step
         # A linear value baseline, fitted in closed form, replaces the value head, as in Finn et al.
-        # It has one row of weights for each phase; D = 3 S + 4, see value_terms.
+        # It has one row of weights for each phase; D = 3 S + 4, see baseline_inputs.
         self.register_buffer("betas", torch.zeros(2, 3 * S + 4))
         self.value_head = nn.Identity()  # Agent.parameter_groups expects one; it has no weights
 
@@ -135,8 +134,9 @@ class MAML(trmrl.Agent):
             of log pi:       Hessian of log pi
             of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T
 
-        By the last term, an exploring action becomes more likely if the inner step that it alone
-        would cause improves J_adapted. See docs/differences.md.
+        The last term adds alpha * advantage * grad log pi (grad log pi . grad J_adapted) to the
+        outer gradient: an exploring action becomes more likely if the inner step along its own
+        gradient improves J_adapted. See docs/differences.md.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -145,7 +145,7 @@ class MAML(trmrl.Agent):
         return (phase.step_weight * phase.advantage * ratio).sum()
 
     def adapt(self, theta, exploring):
-        """The inner step of all rows at once, theta' (R, P). log_std is adapted, too."""
+        """The inner step of all given rows at once, theta' (R, P). log_std is adapted, too."""
         # theta is shared (None), the phase is split by row (0). torch.func.grad works even where
         # gradients are switched off, as when the agent acts.
         gradient = vmap(grad(self.J), in_dims=(None, 0))(theta, exploring)
@@ -156,18 +156,26 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
+    def in_phase(self, steps, which):
+        """Whether each of the steps belongs to the phase `which`, EXPLORING or ADAPTED: (R, T)."""
+        done = steps.eta.long()
+        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
+        explores = episode < self.exploring_episodes
+        return explores if which == EXPLORING else ~explores
+
+    def phase(self, steps, which):
+        return make_phase(self.config, steps, self.in_phase(steps, which), self.betas[which])
+
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
-        episode = done.sum(dim=1)  # (R,)
+        episode = done.sum(dim=1)  # (R,), the number of the present episode, from 0
 
         # The inner step of the rows whose last exploring episode ended with the previous step.
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
-            steps = first_steps(buffer, ready, t)
-            all_explore = torch.ones_like(steps.eta, dtype=torch.bool)
-            exploring = make_phase(self.config, steps, all_explore, self.betas[EXPLORING])
+            exploring = self.phase(first_steps(buffer, ready, t), EXPLORING)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
@@ -187,12 +195,9 @@ class MAML(trmrl.Agent):
         The objective and the KL divergence are functions of theta, on the experience collected with
         the present theta and theta'.
         """
-        done = buffer.eta.long()
-        episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
-        explores = episode < self.exploring_episodes  # (R, T)
-        steps = first_steps(buffer, slice(None), buffer.eta.shape[1])
-        exploring = make_phase(self.config, steps, explores, self.betas[EXPLORING])
-        adapted = make_phase(self.config, steps, ~explores, self.betas[ADAPTED])
+        all_rows, T = slice(None), buffer.reward.shape[1]
+        steps = first_steps(buffer, all_rows, T)
+        exploring, adapted = self.phase(steps, EXPLORING), self.phase(steps, ADAPTED)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
         # through it, and with it the second derivatives come in. At the present theta, it gives the
@@ -216,10 +221,10 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. For these, states are normalised
-        # with new statistics, so policies and baselines shift a little, mostly early in training.
-        self.betas[EXPLORING] = fit_baseline(self.config, steps, explores)
-        self.betas[ADAPTED] = fit_baseline(self.config, steps, ~explores)
+        # Fit the value baselines for the next batch and meta-test. Their states are normalised with
+        # new statistics, which changes policies (beyond the KL bound) and baselines a little.
+        for which in (EXPLORING, ADAPTED):
+            self.betas[which] = fit_baseline(self.config, steps, self.in_phase(steps, which))
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -268,15 +273,18 @@ def conjugate_gradients(F_times, b):
 def trpo_step(objective, kl, theta, max_kl):
     """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
 
-    For a small step x, the objective rises by about g^T x (g: its gradient), and the KL divergence,
+    For a small step x (`step` below), the objective rises by about g^T x (g: its gradient), and KL,
     which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
     Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Conjugate gradients find
     F^-1 g from products of F with vectors, without F itself.
 
     F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
-    diagonal. x becomes shorter and closer to the plain gradient.
+    diagonal: in effect, the bound is on KL + DAMPING |x|^2 / 2. Along such directions, the step is
+    one of plain gradient ascent.
     """
     g = grad(objective)(theta)
+    # kl contains the inner step, so here are even third derivatives. Their term vanishes at theta,
+    # where the gradient of KL with respect to theta' is 0.
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
     def damped_F_times(v):
@@ -301,8 +309,8 @@ def trpo_step(objective, kl, theta, max_kl):
 
 # ---- Phases and their advantages -----------------------------------------------------------------
 #
-# Advantages are relative to a value baseline, which all tasks share. So it must be told what a task
-# pays, for which the mean reward m of the row in this phase stands in:
+# Advantages are relative to a value baseline. All tasks share it, but a state is worth more in a
+# task that pays more. So the baseline also gets m, the mean reward of the row in this phase:
 #
 #     V(s) = m / (1 - gamma) + features . beta
 #     features = [s, s^2, m s, time, time^2, time^3, 1]
@@ -330,7 +338,7 @@ class Steps(NamedTuple):
 
     @property
     def ends(self):
-        """True at the last step of each episode. (The last column is one even if it goes on.)
+        """True at the last step of each episode; the last column counts as one in any case.
 
         The policy has no memory, so each episode is a trajectory of its own, while
         Buffer.trajectory_ends would join those of a row.
@@ -346,8 +354,9 @@ def first_steps(buffer, rows, T):
 
 def make_phase(config, steps, in_phase, beta):
     """The phase of those steps where in_phase, (R, T), is true."""
-    value_of_m, features = value_terms(config, steps, in_phase)
-    advantage = advantages(config, steps, value_of_m + features @ beta, config.gae_lambda)
+    constant_value, features = baseline_inputs(config, steps, in_phase)
+    value = constant_value + features @ beta
+    advantage = raw_advantages(config, steps, value, config.gae_lambda)
 
     # Standardise in each row. Everything so far was computed for all steps; those outside the phase
     # have weight 0.
@@ -363,18 +372,18 @@ def make_phase(config, steps, in_phase, beta):
 
 def fit_baseline(config, steps, in_phase):
     """beta (D,) by ridge regression over the steps of a phase."""
-    value_of_m, features = value_terms(config, steps, in_phase)
-    # What features . beta should explain: discounted return (bootstrapped at a time limit) minus
-    # value_of_m. This is an advantage with lambda = 1 relative to value_of_m.
-    target = advantages(config, steps, value_of_m, lam=1.0)
+    constant_value, features = baseline_inputs(config, steps, in_phase)
+    # What features . beta should explain: discounted return (at a time limit, constant_value takes
+    # the place of what follows) minus constant_value. This is an advantage with lambda = 1.
+    target = raw_advantages(config, steps, constant_value, lam=1.0)
     X, y = features[in_phase], target[in_phase]  # (n, D), (n,)
     n, D = X.shape
     ridge = RIDGE * torch.eye(D, device=X.device)
     return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
-def value_terms(config, steps, in_phase):
-    """The two terms of V: m / (1 - gamma), (R, T), and the features, (R, T, D)."""
+def baseline_inputs(config, steps, in_phase):
+    """m / (1 - gamma), (R, T), and the features, (R, T, D)."""
     state = steps.state
     m = (steps.reward * in_phase).sum(dim=1, keepdim=True) / in_phase.sum(dim=1, keepdim=True)
     time = time_in_episode(steps.ends)[..., None] / 100
@@ -383,7 +392,7 @@ def value_terms(config, steps, in_phase):
     return (m / (1 - config.gamma)).expand_as(steps.reward), features
 
 
-def advantages(config, steps, value, lam):
+def raw_advantages(config, steps, value, lam):
     """GAE of all steps, given their values, (R, T). Episodes are separate, so phases are, too."""
     # Where an episode terminates, the next value is 0. At a time limit, the buffer has lost the
     # next state (it has the first one of the next episode). There and, for simplicity, at the end

@@ -13,8 +13,8 @@ is the product of all factors, whatever their order:
 
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
-not within an episode. Training always infers z from a context, so how the agent behaves in its
-first episode is not trained directly: it rests on the posterior being near the prior.
+not within an episode. Training never draws z from the prior, so the first episode goes well only
+as far as posteriors are near it.
 
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
 a replay of past trials. A gradient step draws several trials, and of each two independent samples:
@@ -97,8 +97,8 @@ class Config(trmrl.Config):
         super().__post_init__()
 
 
-class Steps(NamedTuple):
-    """Steps of the replay."""
+class Transitions(NamedTuple):
+    """Transitions of the replay; the next state is that of the following step."""
 
     state: torch.Tensor  # (..., S), normalised
     action: torch.Tensor  # (..., A)
@@ -142,30 +142,30 @@ class PEARL(trmrl.Agent):
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
-        """Mean and variance (M, Z) of q(z | c), given C transitions of each trial, (M, C, ...).
+        """Mean and variance (n, Z) of q(z | c), given c transitions of n trials, (n, c, ...).
 
-        When acting, the M trials are the rows in which an episode begins, and C is the number of
-        all steps so far: on locomotion, 400 before the third episode, instead of 64 in training. So
-        the standard deviation is about 2.5 times smaller (the authors' code has the same mismatch).
+        In training, n is M and c is C. When acting, the trials are the rows in which an episode
+        begins, and c is all steps so far: on the half-cheetah, 400 before the third episode, so the
+        standard deviation is about 2.5 times smaller. (The authors' code has the same mismatch.)
         """
-        M, C = reward.shape
-        if C == 0:  # the first episode: the prior
-            mean = torch.zeros(M, self.config.latent_size, device=self.device)
+        n, c = reward.shape
+        if c == 0:  # the first episode: the prior
+            mean = torch.zeros(n, self.config.latent_size, device=self.device)
             return mean, torch.ones_like(mean)
 
         scaled_reward = reward / self.reward_stats.root_mean_square
         transition = torch.cat([state, action, scaled_reward.unsqueeze(-1)], dim=-1)
-        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (M, C, Z) each
+        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (n, c, Z) each
         factor_var = F.softplus(raw_var) + 1e-6
 
-        # In a product of Gaussians, precisions (1 / var_n) add up, and they weight the means. The
-        # prior is not one of the factors, as in the authors' code.
+        # In a product of Gaussians, precisions (1 / var_n) add up, and they weight the means. As in
+        # the authors' code, the prior is not a factor: it is used only without any context.
         precision = 1 / factor_var
         var = 1 / precision.sum(dim=1)
         mean = var * (precision * factor_mean).sum(dim=1)
         return mean, var
 
-    def pi(self, state, z, noise):
+    def sample_action(self, state, z, noise):
         """Actions a = tanh(u), u ~ N(mean, std^2), and their log_prob."""
         mean, log_std = self.policy_head(torch.cat([state, z], dim=-1)).chunk(2, dim=-1)
         log_std = log_std.clamp(-5.0, 2.0)  # the authors: -20 and 2
@@ -185,8 +185,8 @@ class PEARL(trmrl.Agent):
     def new_buffer(self, rows, steps, generator):
         """z[:, t] is the z of step t; there are T + 1, because `act` is also called at t = T.
 
-        Its noise is drawn in advance, like that of actions, for every t: an episode may begin at
-        any step.
+        Its noise is drawn in advance for every t, because an episode may begin at any step (and, as
+        with actions, asking twice gives the same answer).
         """
         buffer = super().new_buffer(rows, steps, generator)
         z = torch.zeros(rows, steps + 1, self.config.latent_size, device=self.device)
@@ -210,7 +210,7 @@ class PEARL(trmrl.Agent):
             z[begins, t] = mean + var.sqrt() * z_noise[begins, t]
 
         noise = buffer.noise[:, t] if sample else torch.zeros_like(buffer.noise[:, t])
-        action, log_prob = self.pi(buffer.state[:, t], z[:, t], noise)
+        action, log_prob = self.sample_action(buffer.state[:, t], z[:, t], noise)
         return action, log_prob, torch.zeros_like(log_prob)
 
     # ---- Learning --------------------------------------------------------------------------------
@@ -232,8 +232,8 @@ class PEARL(trmrl.Agent):
         totals = 0.0  # becomes a tensor, which stays on the GPU
         for _ in range(config.updates):
             samples = self.sample_replay(iterations, generator)
-            context, batch, following = map(self.unpack, samples)
-            loss, metrics = self.loss(context, batch, following, generator)
+            context, batch, next_steps = map(self.unpack, samples)
+            loss, metrics = self.loss(context, batch, next_steps, generator)
             metrics["grad_norm"] = trmrl.gradient_step(self, optimizer, loss)
             totals += torch.stack(list(metrics.values()))
             for slow, fast in zip(self.targets.parameters(), self.critics.parameters()):
@@ -243,7 +243,7 @@ class PEARL(trmrl.Agent):
         return means | {"updates": config.updates}
 
     def sample_replay(self, iterations, generator):
-        """Packed steps of M trials: a context (M, C, ...), a batch (M, B, ...) and the next ones.
+        """Packed steps of M trials: a context (M, C, ...), a batch (M, B, ...), its next steps.
 
         All draws are with replacement.
         """
@@ -268,13 +268,13 @@ class PEARL(trmrl.Agent):
         t = (uniform(M, B) * T).long()
         return tuple(self.replay[slot, row, step] for step in (t_context, t, t + 1))
 
-    def loss(self, context, batch, following, generator):
-        """The loss, and metrics. As in later versions of SAC, target Q functions replace V.
+    def loss(self, context, batch, next_steps, generator):
+        """The loss, and metrics. The context is (M, C, ...), the batch and next_steps (M, B, ...).
 
-        The Steps of a context (M, C, ...), of a batch (M, B, ...), and those that follow the batch.
+        As in later versions of SAC, target Q functions replace the value function.
         """
         state, action, reward, terminated, timed_out = batch
-        next_state = following.state
+        next_state = next_steps.state
 
         # Scale rewards to root mean square 1, as in `posterior`. A constant reward of 1 is worth
         # 1 / (1 - gamma), so the factor 1 - gamma makes Q of order 1. The entropy adds to the
@@ -292,7 +292,8 @@ class PEARL(trmrl.Agent):
         # y = r + gamma (1 - terminated) (min_i Q'_i(s', a', z) - alpha log pi(a' | s', z)), where
         # a' ~ pi(. | s', z) and Q' are the targets.
         with torch.no_grad():
-            next_action, next_log_prob = self.pi(next_state, z, noise_like(action, generator))
+            noise = noise_like(action, generator)
+            next_action, next_log_prob = self.sample_action(next_state, z, noise)
             next_q = self.q_values(self.targets, next_state, next_action, z).amin(dim=0)
             y = r + gamma * (1 - terminated) * (next_q - alpha * next_log_prob)
 
@@ -306,7 +307,7 @@ class PEARL(trmrl.Agent):
         # graph of critic_loss exists already and is not affected.)
         z = z.detach()
         self.critics.requires_grad_(False)
-        new_action, log_prob = self.pi(state, z, noise_like(action, generator))
+        new_action, log_prob = self.sample_action(state, z, noise_like(action, generator))
         min_q = self.q_values(self.critics, state, new_action, z).amin(dim=0)
         policy_loss = (alpha * log_prob - min_q).mean()
         self.critics.requires_grad_(True)
@@ -325,10 +326,10 @@ class PEARL(trmrl.Agent):
         return torch.cat([buffer.raw_state, buffer.clipped_action, outcome], dim=-1)
 
     def unpack(self, steps):
-        """Packed steps, (..., S + A + 3), as Steps."""
+        """Packed steps, (..., S + A + 3), as Transitions."""
         S, A, _ = self.sizes
         raw_state, action, outcome = steps.split([S, A, 3], dim=-1)
-        return Steps(self.normalizer(raw_state), action, *outcome.unbind(dim=-1))
+        return Transitions(self.normalizer(raw_state), action, *outcome.unbind(dim=-1))
 
     def remember(self, buffer):
         """Add trials to the replay: the last K iterations are in self.replay, all in replay.bin.

@@ -25,7 +25,8 @@ This is faster than running the GRU through the whole trial again, and a minibat
 tasks.
 
 In training, a trial has two episodes, while a final meta-test has six: from the third on, the
-memory is older than it ever was in training. (On MetaWorld, test episodes are also longer.)
+memory is older than it ever was in training (on MetaWorld, where test episodes are longer, from the
+second on).
 """
 
 import sys
@@ -38,7 +39,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-SEGMENT = 50  # a gradient flows back through so many steps, or a few more
+SEGMENT = 50  # a gradient flows back through so many steps or, if T is no multiple, a few more
 
 # A GRU tolerates a higher learning rate than the transformer. On MetaWorld a trial has two episodes
 # (TrMRL: one), so that the agent learns to carry its memory from one to the next. An iteration then

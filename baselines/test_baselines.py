@@ -513,7 +513,7 @@ def test_losses_and_gradients_are_those_by_hand():
 def test_log_prob_is_finite_for_actions_at_the_limit():
     agent = make_agent(PEARL)
     nn.init.constant_(agent.policy_head[-1].bias, 50.0)
-    action, log_prob = agent.pi(torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 2))
+    action, log_prob = agent.sample_action(torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 2))
     assert (action == 1.0).all() and log_prob.isfinite().all()
 
 

@@ -42,10 +42,11 @@ NUM_BELIEFS = 20  # K: beliefs per row that a gradient step decodes
 NUM_REWARDS = 20  # J: rewards that each of them predicts
 
 # On the half-cheetah the policy, an MLP, tolerates a higher learning rate than the transformer. On
-# MetaWorld a trial has two episodes, as in rl2.py.
-PRESETS = {env: dict(preset) for env, preset in trmrl.PRESETS.items()}  # copies, to be changed
+# MetaWorld a trial has two episodes, as in rl2.py; ML1-Reach is learned better by a larger encoder.
+SIZES = dict(d_model=64, latent_size=5)
+PRESETS = {env: preset | SIZES for env, preset in trmrl.PRESETS.items()}
 PRESETS["halfcheetah_vel"] |= dict(lr=1e-3)
-PRESETS["ml1"] |= dict(episodes_per_trial=2)
+PRESETS["ml1"] |= dict(episodes_per_trial=2, d_model=128, latent_size=10)
 PRESETS["ml45"] |= dict(episodes_per_trial=2)
 
 
@@ -54,10 +55,10 @@ class Config(trmrl.Config):
     presets = PRESETS
     not_flags = NOT_FLAGS
 
-    d_model: int = setting("agent", 64, "d, size of the encoder's hidden state", low=1)
+    d_model: int = setting("agent", None, "d, size of the encoder's hidden state", low=1)
     keep_memory: bool = setting("agent", True, "the belief lasts for the whole trial")
     lr: float = setting("learning", None, "learning rate of the policy", high=1)
-    latent_size: int = setting("VAE", 5, "size of z", low=1)
+    latent_size: int = setting("VAE", None, "size of z", low=1)
     vae_lr: float = setting("VAE", 1e-3, "learning rate of encoder and decoder", high=1)
     vae_updates: int = setting("VAE", 30, "gradient steps per iteration", low=1)
 
@@ -162,9 +163,9 @@ class VariBAD(trmrl.Agent):
             i = torch.randint(T, (J,), generator=generator, device=self.device)
             noise = torch.randn(R, K, Z, generator=generator, device=self.device)
             error, kl = self.elbo_losses(buffer, t, i, noise)
-            # This loss does not reach the policy, and PPO's does not reach the VAE. Where no
-            # gradient arrives, it stays None, and Adam leaves the parameter alone. max_grad_norm
-            # applies here, too.
+            # This loss does not reach the policy, and PPO's does not reach the VAE. gradient_step
+            # first sets all gradients to None, and Adam leaves parameters without one alone.
+            # max_grad_norm applies here, too.
             norm = trmrl.gradient_step(self, optimizer, error + kl)
             totals += torch.stack([error, kl, norm]).detach()
 
