@@ -9,10 +9,11 @@ has seen:
     theta' = theta + alpha grad J_exploring(theta),    alpha: --inner-lr
 
 J is the mean, over the steps of a phase, of advantage * pi / pi_old, where pi_old is the policy
-that acted. Where pi is pi_old, grad J is the policy gradient. Meta-training maximises the mean over
-tasks of J_adapted(theta'). Its gradient with respect to theta passes through the inner step, so
-MAML needs second derivatives. The outer step is TRPO's: to first order, the one that raises the
-objective most while the adapted policies stay close to the old ones, in KL divergence.
+that acted. Where pi is pi_old, grad J is the policy gradient. Advantages are standardised per task,
+which sets the scale of alpha. An outer step increases the mean over tasks of J_adapted(theta'). Its
+gradient with respect to theta passes through the inner step, so MAML needs second derivatives. The
+step is TRPO's: to first order, the one that raises the objective most while the adapted policies
+stay close to the old ones, in KL divergence.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -22,13 +23,14 @@ explores, even in a meta-test that otherwise takes mean actions.
 The main difference from Finn et al. is the amount of data. Theirs, per iteration: 40 tasks, with 20
 episodes each for the inner step and 20 for the outer one (on AntDir, 40 and 40). Ours: 20 tasks
 (ML45: 45), with E - 1 episodes (by default two) for the inner step and the rest of the row, usually
-one episode, for the outer. docs/differences.md lists the others.
+one episode, for the outer. TRPO is damped far more than theirs. docs/differences.md lists the
+others.
 
 Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S and A, the sizes of
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
 
-The agent comes first, then TRPO, then how the standardised advantages of a phase are computed.
+The agent comes first, then TRPO, then how the standardised advantages of a phase are made.
 """
 
 import sys
@@ -53,8 +55,8 @@ UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr"
 # A Run builds an Adam, which is never used; its lr of 0 is in progress.csv.
 COMMON = dict(episodes_per_trial=3, lr=0.0)
 PRESETS = {env: preset | COMMON for env, preset in trmrl.PRESETS.items()}
-# More steps than TrMRL's, as the policy gradient is noisy; a larger std, to explore more; a higher
-# lambda, as the value baseline is crude. Other environments were not tuned.
+# The half-cheetah, the only environment tuned: more steps than TrMRL's, as the policy gradient is
+# noisy; a larger std, to explore more; a higher lambda, as the value baseline is crude.
 PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lambda=0.95)
 
 
@@ -81,8 +83,35 @@ class Config(trmrl.Config):
 EXPLORING, ADAPTED = 0, 1  # the phases of a trial
 
 
+class Steps(NamedTuple):
+    """Columns of a buffer: the first T steps of some of its rows."""
+
+    state: torch.Tensor  # (R, T, S)
+    action: torch.Tensor  # (R, T, A)
+    log_prob: torch.Tensor  # (R, T), as are the following
+    reward: torch.Tensor
+    eta: torch.Tensor
+    terminated: torch.Tensor
+
+    @property
+    def ends(self):
+        """True at the last step of each episode; the last column counts as one in any case.
+
+        The policy has no memory, so each episode is a trajectory of its own, while
+        Buffer.trajectory_ends would join those of a row.
+        """
+        ends = self.eta > 0
+        ends[:, -1] = True
+        return ends
+
+
+def first_steps(buffer, rows, T):
+    """Steps of the chosen rows of a buffer."""
+    return Steps(*(getattr(buffer, name)[rows, :T] for name in Steps._fields))
+
+
 class Phase(NamedTuple):
-    """The steps of one phase: of R rows or, inside vmap, of one row (then R is absent below).
+    """Those of the Steps that belong to one phase; inside vmap, of one row (then R is absent).
 
     Where episodes end early, as on the ant, a phase covers different columns in different rows. The
     C columns are those that at least one row uses. Where a row does not, step_weight is 0.
@@ -129,14 +158,14 @@ class MAML(trmrl.Agent):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
         Finn et al. have log pi here in the inner step. Where pi is pi_old, the gradient is the
-        same, but not the Hessian, which the outer gradient contains:
+        same, but not the Hessian H of J_exploring, which the outer gradient contains: it is
+        (I + alpha H) grad J_adapted(theta'). For each step, H has advantage times
 
-            of log pi:       Hessian of log pi
-            of pi / pi_old:  Hessian of log pi + grad log pi (grad log pi)^T
+            the Hessian of log pi                                     with log pi,
+            the Hessian of log pi + grad log pi (grad log pi)^T       with pi / pi_old.
 
-        The last term adds alpha * advantage * grad log pi (grad log pi . grad J_adapted) to the
-        outer gradient: an exploring action becomes more likely if the inner step along its own
-        gradient improves J_adapted. See docs/differences.md.
+        By the last term, an exploring action becomes more likely if the inner step that it alone
+        would cause, advantage * grad log pi, improves J_adapted. See docs/differences.md.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -156,22 +185,26 @@ class MAML(trmrl.Agent):
         buffer.stored["weights"] = self.theta.repeat(rows, 1)  # (R, P): theta, and later theta'
         return buffer
 
-    def in_phase(self, steps, which):
-        """Whether each of the steps belongs to the phase `which`, EXPLORING or ADAPTED: (R, T)."""
+    def phase_mask(self, steps, phase_id):
+        """Whether each of the steps belongs to the phase, EXPLORING or ADAPTED: (R, T)."""
         done = steps.eta.long()
         episode = done.cumsum(dim=1) - done  # done 0 1 0 1: episode 0 0 1 1
         explores = episode < self.exploring_episodes
-        return explores if which == EXPLORING else ~explores
+        return explores if phase_id == EXPLORING else ~explores
 
-    def phase(self, steps, which):
-        return make_phase(self.config, steps, self.in_phase(steps, which), self.betas[which])
+    def phase(self, steps, phase_id):
+        """The Phase of the steps that belong to EXPLORING or ADAPTED."""
+        return make_phase(
+            self.config, steps, self.phase_mask(steps, phase_id), self.betas[phase_id]
+        )
 
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
         episode = done.sum(dim=1)  # (R,), the number of the present episode, from 0
 
-        # The inner step of the rows whose last exploring episode ended with the previous step.
+        # The inner step of the rows whose last exploring episode ended with the previous step. (If
+        # `act` is called twice for this t, theta' is the same: it is made from theta.)
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
@@ -195,8 +228,7 @@ class MAML(trmrl.Agent):
         The objective and the KL divergence are functions of theta, on the experience collected with
         the present theta and theta'.
         """
-        all_rows, T = slice(None), buffer.reward.shape[1]
-        steps = first_steps(buffer, all_rows, T)
+        steps = first_steps(buffer, slice(None), buffer.reward.shape[1])  # all steps of all rows
         exploring, adapted = self.phase(steps, EXPLORING), self.phase(steps, ADAPTED)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
@@ -221,10 +253,12 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. Their states are normalised with
-        # new statistics, which changes policies (beyond the KL bound) and baselines a little.
-        for which in (EXPLORING, ADAPTED):
-            self.betas[which] = fit_baseline(self.config, steps, self.in_phase(steps, which))
+        # Fit the value baselines for the next batch and meta-test. There, states will be normalised
+        # with new statistics: policies and baselines change (beyond the KL bound), much after the
+        # first iteration, in which states are not normalised yet, and then less and less.
+        for phase_id in (EXPLORING, ADAPTED):
+            mask = self.phase_mask(steps, phase_id)
+            self.betas[phase_id] = fit_baseline(self.config, steps, mask)
         self.normalizer.update(buffer.raw_state[:, :-1].flatten(0, 1))
 
         returns, _ = trmrl.episode_results(buffer, self.config.episodes_per_trial)
@@ -316,76 +350,51 @@ def trpo_step(objective, kl, theta, max_kl):
 #     features = [s, s^2, m s, time, time^2, time^3, 1]
 #     time = (steps since the episode began) / 100
 #
-# m / (1 - gamma) is the value of earning m at every step, forever. Each phase has its own beta,
-# which is fitted to all tasks of the previous iteration (in the first iteration, it is 0). The
-# authors of MAML fit one beta to each task, to its 20 or 40 episodes; with so few episodes as here,
-# it would overfit. But m depends on the actions, so using it biases the gradient.
+# m / (1 - gamma) is the value of earning m at every step, forever: already in the first iteration,
+# in which beta is 0, the level of V is about right for each task. Later, each phase has its own
+# beta, fitted to all tasks of the previous iteration. The authors of MAML fit one beta to each
+# task, to its 20 or 40 episodes; with so few episodes as here, it would overfit. But m depends on
+# the actions, so using it biases the gradient.
 #
 # Unlike in trmrl.py, rewards are not scaled, because advantages are standardised.
 
-RIDGE = 1e-3  # the penalty of the squared beta
+RIDGE = 1e-3  # the weight of |beta|^2 in the regression
 
 
-class Steps(NamedTuple):
-    """Columns of a buffer: the first T steps of some of its rows."""
-
-    state: torch.Tensor  # (R, T, S)
-    action: torch.Tensor  # (R, T, A)
-    log_prob: torch.Tensor  # (R, T), as are the following
-    reward: torch.Tensor
-    eta: torch.Tensor
-    terminated: torch.Tensor
-
-    @property
-    def ends(self):
-        """True at the last step of each episode; the last column counts as one in any case.
-
-        The policy has no memory, so each episode is a trajectory of its own, while
-        Buffer.trajectory_ends would join those of a row.
-        """
-        ends = self.eta > 0
-        ends[:, -1] = True
-        return ends
-
-
-def first_steps(buffer, rows, T):
-    return Steps(*(getattr(buffer, name)[rows, :T] for name in Steps._fields))
-
-
-def make_phase(config, steps, in_phase, beta):
-    """The phase of those steps where in_phase, (R, T), is true."""
-    constant_value, features = baseline_inputs(config, steps, in_phase)
+def make_phase(config, steps, mask, beta):
+    """The Phase of those steps where mask, (R, T), is true: in each row, of one step at least."""
+    constant_value, features = baseline_inputs(config, steps, mask)
     value = constant_value + features @ beta
     advantage = raw_advantages(config, steps, value, config.gae_lambda)
 
     # Standardise in each row. Everything so far was computed for all steps; those outside the phase
     # have weight 0.
-    step_weight = in_phase / in_phase.sum(dim=1, keepdim=True)
+    step_weight = mask / mask.sum(dim=1, keepdim=True)
     advantage = advantage - (step_weight * advantage).sum(dim=1, keepdim=True)
     variance = (step_weight * advantage**2).sum(dim=1, keepdim=True)
     advantage = advantage / (variance.sqrt() + 1e-8)
 
     phase = Phase(steps.state, steps.action, steps.log_prob, advantage, step_weight)
-    used = in_phase.any(dim=0)  # (T,): drop the other columns, to save time
+    used = mask.any(dim=0)  # (T,): drop the other columns, to save time
     return Phase(*(x[:, used] for x in phase))
 
 
-def fit_baseline(config, steps, in_phase):
+def fit_baseline(config, steps, mask):
     """beta (D,) by ridge regression over the steps of a phase."""
-    constant_value, features = baseline_inputs(config, steps, in_phase)
-    # What features . beta should explain: discounted return (at a time limit, constant_value takes
-    # the place of what follows) minus constant_value. This is an advantage with lambda = 1.
+    constant_value, features = baseline_inputs(config, steps, mask)
+    # What features . beta should explain: the discounted return minus constant_value, which at a
+    # time limit also stands for what would follow. This is an advantage with lambda = 1.
     target = raw_advantages(config, steps, constant_value, lam=1.0)
-    X, y = features[in_phase], target[in_phase]  # (n, D), (n,)
+    X, y = features[mask], target[mask]  # (n, D), (n,)
     n, D = X.shape
     ridge = RIDGE * torch.eye(D, device=X.device)
     return torch.linalg.solve(X.T @ X / n + ridge, X.T @ y / n)
 
 
-def baseline_inputs(config, steps, in_phase):
+def baseline_inputs(config, steps, mask):
     """m / (1 - gamma), (R, T), and the features, (R, T, D)."""
     state = steps.state
-    m = (steps.reward * in_phase).sum(dim=1, keepdim=True) / in_phase.sum(dim=1, keepdim=True)
+    m = (steps.reward * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)
     time = time_in_episode(steps.ends)[..., None] / 100
     time_features = [time, time**2, time**3, torch.ones_like(time)]
     features = torch.cat([state, state**2, m[..., None] * state, *time_features], dim=-1)

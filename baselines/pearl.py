@@ -9,12 +9,12 @@ is the product of all factors, whatever their order:
     q(z | c) is proportional to prod_n N(z; mean_n, var_n),
     where (mean_n, var_n) = encoder(s_n, a_n, r_n)
 
-(In the paper the encoder also sees s_{n+1}; in the authors' code it does not.)
+(In the paper the encoder also sees the next state; in the authors' code it does not.)
 
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
-not within an episode. Training never draws z from the prior, so the first episode goes well only
-as far as posteriors are near it.
+not within an episode. Gradient steps always infer z from a context, so the first episode goes well
+only as far as posteriors are near the prior.
 
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
 a replay of past trials. A gradient step draws several trials, and of each two independent samples:
@@ -25,8 +25,8 @@ the posterior towards the prior. The policy's gradient stops at z.
     python -m baselines.pearl --env halfcheetah_vel
 
 The main difference from the authors' PEARL: theirs visits a fixed set of tasks again and again, and
-keeps a replay of each. Here tasks are drawn anew in every iteration, so each trial has a replay of
-its own: the context comes from its first episodes, the batch from all of it. Recent trials are
+keeps a replay of each. Here tasks are drawn anew in every iteration, so each trial counts as a task
+of its own: the context comes from its first episodes, the batch from all of it. Recent trials are
 drawn more often, because contexts should be like those that the present policy produces.
 docs/differences.md lists the other differences.
 
@@ -137,25 +137,27 @@ class PEARL(trmrl.Agent):
         self.policy_head = relu_mlp(S + Z, hidden, 2 * A)
         self.critics = nn.ModuleList(relu_mlp(S + A + Z, hidden, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
-        self.replay = None  # filled by `remember`, (K, R, T + 1, S + A + 3): see `pack`
+        # Filled by `remember`, (K, R, T + 1, S + A + 3). A step has its raw state, action, reward,
+        # terminated and timed_out; after the last step of a row comes one with only a state.
+        self.replay = None
         # How many iterations it has remembered. As a registered buffer this is in the checkpoint.
         self.register_buffer("replay_iterations", torch.zeros((), dtype=torch.long))
 
     def posterior(self, state, action, reward):
-        """Mean and variance (n, Z) of q(z | c), given c transitions of n trials, (n, c, ...).
+        """Mean and variance (trials, Z) of q(z | c), given contexts (trials, length, ...).
 
-        In training, n is M and c is C. When acting, the trials are the rows in which an episode
-        begins, and c is all steps so far: on the half-cheetah, 400 before the third episode, so the
+        In training, length is C. When acting, the trials are the rows in which an episode begins,
+        and length is all steps so far: on the half-cheetah, 400 before the third episode, so the
         standard deviation is about 2.5 times smaller. (The authors' code has the same mismatch.)
         """
-        n, c = reward.shape
-        if c == 0:  # the first episode: the prior
-            mean = torch.zeros(n, self.config.latent_size, device=self.device)
+        trials, length = reward.shape
+        if length == 0:  # the first episode: the prior
+            mean = torch.zeros(trials, self.config.latent_size, device=self.device)
             return mean, torch.ones_like(mean)
 
         scaled_reward = reward / self.reward_stats.root_mean_square
         transition = torch.cat([state, action, scaled_reward.unsqueeze(-1)], dim=-1)
-        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (n, c, Z) each
+        factor_mean, raw_var = self.encoder(transition).chunk(2, dim=-1)  # (trials, length, Z)
         factor_var = F.softplus(raw_var) + 1e-6
 
         # In a product of Gaussians, precisions (1 / var_n) add up, and they weight the means. As in
