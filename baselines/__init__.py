@@ -15,9 +15,8 @@ episodes, so a later one is scored: pearl's third, and maml's E-th, the first af
 differ, too: pearl trains for fewer on locomotion, maml for more on the half-cheetah.
 
 All are subclasses of trmrl.Agent and use the letters of trmrl.py. varibad.py, pearl.py and maml.py
-list letters of their own, of which K, J, C, M and B are not the same in all files. Read oracle.py
-first, the smallest; then rl2.py; then varibad.py, which builds on rl2.py. pearl.py and maml.py need
-only trmrl.py.
+list further ones, valid only there. Read oracle.py first, the smallest; then rl2.py; then
+varibad.py, which builds on rl2.py. pearl.py and maml.py need only trmrl.py.
 """
 
 # Settings that are not flags of any baseline: those that only a transformer has, and keep_memory,

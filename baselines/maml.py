@@ -157,15 +157,9 @@ class MAML(trmrl.Agent):
     def J(self, weights, phase):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
-        Finn et al. have log pi here in the inner step. Where pi is pi_old, the gradient is the
-        same, but not the Hessian H of J_exploring, which the outer gradient contains: it is
-        (I + alpha H) grad J_adapted(theta'). For each step, H has advantage times
-
-            the Hessian of log pi                                     with log pi,
-            the Hessian of log pi + grad log pi (grad log pi)^T       with pi / pi_old.
-
-        By the last term, an exploring action becomes more likely if the inner step that it alone
-        would cause, advantage * grad log pi, improves J_adapted. See docs/differences.md.
+        Finn et al. have log pi in the inner step, instead of the ratio. Where pi is pi_old, that has
+        the same gradient, but another Hessian: only with the ratio, exploring actions are credited
+        for improving the adapted policy. docs/differences.md derives it.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -253,9 +247,9 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. There, states will be normalised
-        # with new statistics: policies and baselines change (beyond the KL bound), much after the
-        # first iteration, in which states are not normalised yet, and then less and less.
+        # Fit the value baselines for the next batch and meta-test. The new statistics of states then
+        # change what policies and baselines compute, beyond the KL bound: much after the first
+        # iteration, in which states are not normalised yet, and then less and less.
         for phase_id in (EXPLORING, ADAPTED):
             mask = self.phase_mask(steps, phase_id)
             self.betas[phase_id] = fit_baseline(self.config, steps, mask)
@@ -382,8 +376,8 @@ def make_phase(config, steps, mask, beta):
 def fit_baseline(config, steps, mask):
     """beta (D,) by ridge regression over the steps of a phase."""
     constant_value, features = baseline_inputs(config, steps, mask)
-    # What features . beta should explain: the discounted return minus constant_value, which at a
-    # time limit also stands for what would follow. This is an advantage with lambda = 1.
+    # What features . beta should explain: the discounted return, bootstrapped with constant_value
+    # at a time limit, minus constant_value. This is GAE with lambda = 1.
     target = raw_advantages(config, steps, constant_value, lam=1.0)
     X, y = features[mask], target[mask]  # (n, D), (n,)
     n, D = X.shape

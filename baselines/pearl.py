@@ -13,8 +13,8 @@ is the product of all factors, whatever their order:
 
 In the first episode of a trial the agent draws z from the prior N(0, I), in each later one from the
 posterior given the episodes so far (posterior sampling): it adapts from one episode to the next,
-not within an episode. Gradient steps always infer z from a context, so the first episode goes well
-only as far as posteriors are near the prior.
+not within an episode. Gradient steps never use a z from the prior, so the first episode goes well
+only if the KL divergence (below) keeps posteriors near it.
 
 Soft actor-critic (SAC) learns a policy of (s, z) and two Q functions of (s, a, z), off-policy, from
 a replay of past trials. A gradient step draws several trials, and of each two independent samples:
@@ -82,8 +82,8 @@ class Config(trmrl.Config):
     context_size: int = setting("SAC", 64, "C, transitions of context per trial", low=1)
     replay_size: int = setting("SAC", 10**6, "transitions in the replay", low=1)
     entropy_weight: float = setting("SAC", 0.1, "weight of the entropy, relative to scaled rewards")
-    # Small, because the squared errors of the critics carry a factor (1 - gamma)^2, see `loss`. If
-    # you change gamma, change this, too.
+    # Small, because the squared errors of the critics carry a factor (1 - gamma)^2, see `loss`. It
+    # was tuned on the half-cheetah only; with another gamma, another weight may be better.
     kl_weight: float = setting("SAC", 2e-5, "weight of the KL divergence to the prior")
     target_rate: float = setting("SAC", 0.01, "tau of the target Q functions", low=1e-6, high=1)
     max_grad_norm: float = setting(
