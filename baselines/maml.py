@@ -157,9 +157,9 @@ class MAML(trmrl.Agent):
     def J(self, weights, phase):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
-        Finn et al. have log pi in the inner step, instead of the ratio. Where pi is pi_old, that has
-        the same gradient, but another Hessian: only with the ratio, exploring actions are credited
-        for improving the adapted policy. docs/differences.md derives it.
+        Finn et al. have log pi in the inner step, instead of the ratio. Where pi is pi_old, that
+        has the same gradient, but another Hessian: only with the ratio, exploring actions are
+        credited for improving the adapted policy. docs/differences.md derives it.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -247,8 +247,8 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. The new statistics of states then
-        # change what policies and baselines compute, beyond the KL bound: much after the first
+        # Fit the value baselines for the next batch and meta-test. The new statistics of states
+        # then change what policies and baselines compute, beyond the KL bound: much after the first
         # iteration, in which states are not normalised yet, and then less and less.
         for phase_id in (EXPLORING, ADAPTED):
             mask = self.phase_mask(steps, phase_id)
