@@ -338,6 +338,7 @@ def test_an_update_draws_past_and_future_rewards_alike(monkeypatch):
 def test_no_gradient_of_the_policy_reaches_the_encoder_and_none_of_the_elbo_the_policy():
     agent = make_agent(VariBAD)
     buffer = collect(agent, PointMass(8))
+    agent.act(buffer, 39, True)  # with gradients, unlike in collect
     log_prob, value = predictions(agent, buffer)
     (log_prob + value).sum().backward()
     assert all(p.grad is None for p in agent.vae.parameters())

@@ -132,8 +132,9 @@ class VariBAD(trmrl.Agent):
         hidden = buffer.stored["hidden"]
         row = torch.arange(len(hidden), device=self.device)
         x = gru_inputs(buffer, row, torch.full_like(row, t))
-        # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
-        belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
+        with torch.no_grad():  # else PPO's gradient could pass through what is stored here
+            # hidden[row, t], not hidden[:, t]: a contiguous copy, which cuDNN needs.
+            belief, next_hidden = self.vae.encode(x[:, None], hidden[row, t][None])
         hidden[:, t + 1] = next_hidden[0]
         buffer.stored["belief"][:, t] = belief[:, 0]
         return super().act(buffer, t, sample)
