@@ -118,9 +118,11 @@ def setting(group, default, help, low=0, high=10**9):
 @dataclass
 class Config:
     # Class attributes (no annotation, so no fields), which a baseline may override. not_flags:
-    # settings that it does not offer as flags, because it ignores or fixes them.
+    # settings that it does not offer as flags, because it ignores or fixes them. one_process:
+    # whether it refuses torchrun.
     presets = PRESETS
     not_flags = ()
+    one_process = False
 
     env: str = setting("run", "halfcheetah_vel", "task family")
     seed: int = setting("run", 1, "seed of training", high=2**31 - 1)
@@ -1404,6 +1406,8 @@ def flag(name):
 
 def check_config(config):
     """Refuse settings that cannot work, before anything starts."""
+    if config.one_process and WORLD_SIZE > 1:
+        raise UserError("this agent runs in one process; start it without torchrun")
     for f in fields(config):
         value, low, high = getattr(config, f.name), f.metadata["low"], f.metadata["high"]
         accepted = (int, float) if f.type is float else (f.type,)

@@ -64,18 +64,13 @@ PRESETS["halfcheetah_vel"] |= dict(total_steps=5_000_000, init_std=0.5, gae_lamb
 class Config(trmrl.Config):
     presets = PRESETS
     not_flags = (*NOT_FLAGS, *UNUSED)
+    one_process = True  # `update` does not average over processes
 
     episodes_per_trial: int = setting("training", None, "E; the first E - 1 explore", low=2)
     # There is no memory to keep: this only puts the E episodes of a trial into one row.
     keep_memory: bool = setting("agent", True, "a row is a whole trial")
     inner_lr: float = setting("MAML", 0.1, "alpha, learning rate of the inner step", high=1000)
     max_kl: float = setting("MAML", 0.05, "largest KL divergence of an outer step", low=1e-6)
-
-    def __post_init__(self):
-        if trmrl.WORLD_SIZE > 1:
-            # `update` does not average over processes.
-            raise trmrl.UserError("maml runs in one process; start it without torchrun")
-        super().__post_init__()
 
 
 # ---- The agent -----------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ UNUSED = ("d_model", "init_std", "gae_lambda", "clip", "epochs", "minibatch", "v
 class Config(trmrl.Config):
     presets = PRESETS
     not_flags = (*NOT_FLAGS, *UNUSED)
+    one_process = True  # several would write the same replay.bin
 
     lr: float = setting("learning", None, "learning rate", high=1)
     keep_memory: bool = setting("agent", True, "the context lasts for the whole trial")
@@ -89,12 +90,6 @@ class Config(trmrl.Config):
     max_grad_norm: float = setting(
         "SAC", 10.0, "gradients are clipped to this joint norm", low=1e-9
     )
-
-    def __post_init__(self):
-        if trmrl.WORLD_SIZE > 1:
-            # All processes would write the same replay.bin.
-            raise trmrl.UserError("pearl runs in one process; start it without torchrun")
-        super().__post_init__()
 
 
 class Transitions(NamedTuple):

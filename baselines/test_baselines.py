@@ -971,7 +971,7 @@ def test_two_processes_keep_the_same_weights_or_are_refused(tmp_path):
     for agent_class in AGENTS:
         name = agent_class.name
         if agent_class in ONE_PROCESS:
-            line = f"{name}: {name} runs in one process; start it without torchrun\n"
+            line = f"{name}: this agent runs in one process; start it without torchrun\n"
             assert done.err.count(line) == 2 and not (tmp_path / name).exists()
         else:
             first, second = (torch.load(tmp_path / f"{name}-{i}.pt") for i in (0, 1))
