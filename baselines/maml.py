@@ -30,7 +30,7 @@ Shapes: R rows of T steps, each row a trial; C columns of a phase (see Phase); S
 a state and an action; P weights of the policy, log_std included, as one vector; D features of the
 value baseline.
 
-The agent comes first, then TRPO, then how the standardised advantages of a phase are made.
+The agent comes first, then how the standardised advantages of a phase are made, then TRPO.
 """
 
 import sys
@@ -259,77 +259,6 @@ class MAML(trmrl.Agent):
         }
 
 
-# ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
-
-CG_ITERATIONS = 10  # of conjugate gradients
-DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence (the authors: 1e-5)
-STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
-
-
-def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
-    """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
-    # E[(a - new_mean)^2] of actions a of the old policy
-    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
-    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
-    return (step_weight * kl.sum(dim=-1)).sum()
-
-
-def conjugate_gradients(F_times, b):
-    """Solve F x = b approximately, where F_times(v) is F v.
-
-    x minimises x^T F x / 2 - b^T x. Each direction d is conjugate to every earlier one e, that is,
-    d^T F e = 0. So a step along d leaves x optimal along e.
-    """
-    x, residual, direction = torch.zeros_like(b), b, b
-    for _ in range(CG_ITERATIONS):
-        old_square = residual.dot(residual)
-        if old_square < 1e-20:  # solved
-            break
-        F_direction = F_times(direction)
-        step_size = old_square / direction.dot(F_direction)
-        x = x + step_size * direction
-        residual = residual - step_size * F_direction
-        direction = residual + residual.dot(residual) / old_square * direction
-    return x
-
-
-def trpo_step(objective, kl, theta, max_kl):
-    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
-
-    For a small step x (`step` below), the objective rises by about g^T x (g: its gradient), and KL,
-    which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
-    Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Conjugate gradients find
-    F^-1 g from products of F with vectors, without F itself.
-
-    F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
-    diagonal: in effect, the bound is on KL + DAMPING |x|^2 / 2. Along such directions, the step is
-    one of plain gradient ascent.
-    """
-    g = grad(objective)(theta)
-    # kl contains the inner step, so here are even third derivatives. Their term vanishes at theta,
-    # where the gradient of KL with respect to theta' is 0.
-    _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
-
-    def damped_F_times(v):
-        return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
-
-    F_inverse_g = conjugate_gradients(damped_F_times, g)
-    step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
-    if not step.isfinite().all():  # else the line search would keep theta and say nothing
-        raise trmrl.UserError("the outer step is not finite; start again with a lower --inner-lr")
-
-    # Both approximations hold near theta only: shorten the step until it really stays within the
-    # bound and improves the objective. If none does, keep theta.
-    before = objective(theta)  # about 0, as advantages are standardised
-    for fraction in STEP_FRACTIONS:
-        candidate = theta + fraction * step
-        gain = (objective(candidate) - before).item()
-        divergence = kl(candidate).item()
-        if gain > 0 and divergence <= max_kl:
-            return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
-    return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
-
-
 # ---- Phases and their advantages -----------------------------------------------------------------
 #
 # Advantages are relative to a value baseline. All tasks share it, but a state is worth more in a
@@ -406,6 +335,77 @@ def time_in_episode(ends):
     # The step after an end begins an episode. (What roll wraps to t = 0 is multiplied by 0.)
     began = (ends.roll(1, dims=1) * t).cummax(dim=1).values  # 0 0 0 3 3
     return t - began
+
+
+# ---- TRPO (Schulman et al. 2015) -----------------------------------------------------------------
+
+CG_ITERATIONS = 10  # of conjugate gradients
+DAMPING = 0.3  # added to the diagonal of F, the Hessian of the KL divergence (the authors: 1e-5)
+STEP_FRACTIONS = [0.8**i for i in range(15)]  # of the TRPO step, tried in turn
+
+
+def kl_divergence(old_mean, old_log_std, new_mean, new_log_std, step_weight):
+    """KL(old || new) of two Gaussian policies, averaged over the steps of a phase in one row."""
+    # E[(a - new_mean)^2] of actions a of the old policy
+    second_moment = (2 * old_log_std).exp() + (old_mean - new_mean) ** 2
+    kl = new_log_std - old_log_std + 0.5 * second_moment / (2 * new_log_std).exp() - 0.5
+    return (step_weight * kl.sum(dim=-1)).sum()
+
+
+def conjugate_gradients(F_times, b):
+    """Solve F x = b approximately, where F_times(v) is F v.
+
+    x minimises x^T F x / 2 - b^T x. Each direction d is conjugate to every earlier one e, that is,
+    d^T F e = 0. So a step along d leaves x optimal along e.
+    """
+    x, residual, direction = torch.zeros_like(b), b, b
+    for _ in range(CG_ITERATIONS):
+        old_square = residual.dot(residual)
+        if old_square < 1e-20:  # solved
+            break
+        F_direction = F_times(direction)
+        step_size = old_square / direction.dot(F_direction)
+        x = x + step_size * direction
+        residual = residual - step_size * F_direction
+        direction = residual + residual.dot(residual) / old_square * direction
+    return x
+
+
+def trpo_step(objective, kl, theta, max_kl):
+    """Increase objective(theta) within kl(theta) <= max_kl. Returns the new theta and metrics.
+
+    For a small step x (`step` below), the objective rises by about g^T x (g: its gradient), and KL,
+    which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
+    Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Conjugate gradients find
+    F^-1 g from products of F with vectors, without F itself.
+
+    F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
+    diagonal: in effect, the bound is on KL + DAMPING |x|^2 / 2. Along such directions, the step is
+    one of plain gradient ascent.
+    """
+    g = grad(objective)(theta)
+    # kl contains the inner step, so here are even third derivatives. Their term vanishes at theta,
+    # where the gradient of KL with respect to theta' is 0.
+    _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
+
+    def damped_F_times(v):
+        return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
+
+    F_inverse_g = conjugate_gradients(damped_F_times, g)
+    step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
+    if not step.isfinite().all():  # else the line search would keep theta and say nothing
+        raise trmrl.UserError("the outer step is not finite; start again with a lower --inner-lr")
+
+    # Both approximations hold near theta only: shorten the step until it really stays within the
+    # bound and improves the objective. If none does, keep theta.
+    before = objective(theta)  # about 0, as advantages are standardised
+    for fraction in STEP_FRACTIONS:
+        candidate = theta + fraction * step
+        gain = (objective(candidate) - before).item()
+        divergence = kl(candidate).item()
+        if gain > 0 and divergence <= max_kl:
+            return candidate, {"gain": gain, "kl": divergence, "step_fraction": fraction}
+    return theta, {"gain": 0.0, "kl": 0.0, "step_fraction": 0.0}
 
 
 if __name__ == "__main__":
