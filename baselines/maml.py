@@ -10,10 +10,13 @@ has seen:
 
 J is the mean, over the steps of a phase, of advantage * pi / pi_old, where pi_old is the policy
 that acted. Where pi is pi_old, grad J is the policy gradient. Advantages are standardised per task,
-which sets the scale of alpha. An outer step increases the mean over tasks of J_adapted(theta'). Its
-gradient with respect to theta passes through the inner step, so MAML needs second derivatives. The
-step is TRPO's: to first order, the one that raises the objective most while the adapted policies
-stay close to the old ones, in KL divergence.
+so that one alpha suits all scales of reward. An outer step increases the mean over tasks of
+J_adapted(theta'). Its gradient with respect to theta passes through the inner step, so MAML needs
+second derivatives. The outer step is TRPO's: to first order, the one that raises the objective most
+while the adapted policies stay close to the old ones, in KL divergence.
+
+In code: `act` is called at each step of a trial, and after E - 1 episodes it takes the inner step,
+`adapt`. After the trials, `update` repeats `adapt` as a function of theta for the outer step.
 
     python -m baselines.maml --env halfcheetah_vel
 
@@ -49,7 +52,7 @@ import trmrl
 from baselines import NOT_FLAGS
 from trmrl import setting
 
-# Settings without a meaning here, most of them of PPO and its Adam.
+# Unused settings, most of them of PPO and its Adam.
 UNUSED = ("d_model", "clip", "epochs", "minibatch", "lr", "value_lr", "final_lr", "max_grad_norm")
 
 # A Run builds an Adam, which is never used; its lr of 0 is in progress.csv.
@@ -79,7 +82,7 @@ EXPLORING, ADAPTED = 0, 1  # the phases of a trial
 
 
 class Steps(NamedTuple):
-    """Columns of a buffer: the first T steps of some of its rows."""
+    """What MAML reads of a buffer: the first T steps of some of its rows."""
 
     state: torch.Tensor  # (R, T, S)
     action: torch.Tensor  # (R, T, A)
@@ -90,7 +93,7 @@ class Steps(NamedTuple):
 
     @property
     def ends(self):
-        """True at the last step of each episode; the last column counts as one in any case.
+        """True at the last step of each episode; the last column always counts as an end.
 
         The policy has no memory, so each episode is a trajectory of its own, while
         Buffer.trajectory_ends would join those of a row.
@@ -101,7 +104,7 @@ class Steps(NamedTuple):
 
 
 def first_steps(buffer, rows, T):
-    """Steps of the chosen rows of a buffer."""
+    """The first T steps of the rows that `rows`, a mask or a slice, selects."""
     return Steps(*(getattr(buffer, name)[rows, :T] for name in Steps._fields))
 
 
@@ -153,8 +156,9 @@ class MAML(trmrl.Agent):
         """J of a policy in one row of a phase: the mean of advantage * pi(a|s) / pi_old(a|s).
 
         Finn et al. have log pi in the inner step, instead of the ratio. Where pi is pi_old, that
-        has the same gradient, but another Hessian: only with the ratio, exploring actions are
-        credited for improving the adapted policy. docs/differences.md derives it.
+        has the same gradient, but another Hessian. The ratio adds advantage * grad log pi (grad log
+        pi)^T to it, which credits exploring actions for improving the adapted policy. ProMP has the
+        same term; docs/differences.md derives it.
         """
         mean, log_std = self.policy(weights, phase.state)
         log_prob = trmrl.gaussian_log_prob(mean, log_std, phase.action)
@@ -181,7 +185,7 @@ class MAML(trmrl.Agent):
         explores = episode < self.exploring_episodes
         return explores if phase_id == EXPLORING else ~explores
 
-    def phase(self, steps, phase_id):
+    def phase_of(self, steps, phase_id):
         """The Phase of the steps that belong to EXPLORING or ADAPTED."""
         return make_phase(
             self.config, steps, self.phase_mask(steps, phase_id), self.betas[phase_id]
@@ -190,14 +194,14 @@ class MAML(trmrl.Agent):
     def act(self, buffer, t, sample):
         """Explore with theta, then act with theta'. The value is 0: MAML has its own baseline."""
         done = buffer.eta[:, :t] > 0  # (R, t)
-        episode = done.sum(dim=1)  # (R,), the number of the present episode, from 0
+        episode = done.sum(dim=1)  # (R,), the number of the current episode, from 0
 
         # The inner step of the rows whose last exploring episode ended with the previous step. (If
         # `act` is called twice for this t, theta' is the same: it is made from theta.)
         just_ended = done[:, -1:].any(dim=1)  # false at t = 0, when there are no columns
         ready = just_ended & (episode == self.exploring_episodes)
         if ready.any():
-            exploring = self.phase(first_steps(buffer, ready, t), EXPLORING)
+            exploring = self.phase_of(first_steps(buffer, ready, t), EXPLORING)
             buffer.stored["weights"][ready] = self.adapt(self.theta, exploring)
 
         # Every row acts with its own weights.
@@ -218,11 +222,11 @@ class MAML(trmrl.Agent):
         the present theta and theta'.
         """
         steps = first_steps(buffer, slice(None), buffer.reward.shape[1])  # all steps of all rows
-        exploring, adapted = self.phase(steps, EXPLORING), self.phase(steps, ADAPTED)
+        exploring, adapted = self.phase_of(steps, EXPLORING), self.phase_of(steps, ADAPTED)
 
         # The inner step of `act` once more, but as a function of theta: the outer gradient passes
-        # through it, and with it the second derivatives come in. At the present theta, it gives the
-        # weights that acted, up to rounding.
+        # through it, which brings in second derivatives. At the present theta, it gives the weights
+        # that acted, up to rounding.
         def theta_prime(theta):
             return self.adapt(theta, exploring)
 
@@ -242,9 +246,9 @@ class MAML(trmrl.Agent):
         new_theta, metrics = trpo_step(objective, kl, self.theta, self.config.max_kl)
         nn.utils.vector_to_parameters(new_theta, self.parameters())
 
-        # Fit the value baselines for the next batch and meta-test. The new statistics of states
-        # then change what policies and baselines compute, beyond the KL bound: much after the first
-        # iteration, in which states are not normalised yet, and then less and less.
+        # Fit the value baselines for the next batch and meta-test. There, new statistics of states
+        # also change policies and baselines, which the KL bound does not cover. The change is large
+        # after the first iteration, in which states are not normalised yet, and then shrinks.
         for phase_id in (EXPLORING, ADAPTED):
             mask = self.phase_mask(steps, phase_id)
             self.betas[phase_id] = fit_baseline(self.config, steps, mask)
@@ -274,7 +278,7 @@ class MAML(trmrl.Agent):
 # task, to its 20 or 40 episodes; with so few episodes as here, it would overfit. But m depends on
 # the actions, so using it biases the gradient.
 #
-# Unlike in trmrl.py, rewards are not scaled, because advantages are standardised.
+# Unlike in trmrl.py, rewards are not scaled: the baseline, fitted in closed form, suits any scale.
 
 RIDGE = 1e-3  # the weight of |beta|^2 in the regression
 
@@ -377,22 +381,22 @@ def trpo_step(objective, kl, theta, max_kl):
     For a small step x (`step` below), the objective rises by about g^T x (g: its gradient), and KL,
     which is 0 and least at theta, becomes about x^T F x / 2 (F: its Hessian, a Fisher matrix).
     Within the bound, the best x is sqrt(2 max_kl / g^T F^-1 g) F^-1 g. Conjugate gradients find
-    F^-1 g from products of F with vectors, without F itself.
+    F^-1 g (`ascent`) from products of F with vectors, without F itself.
 
     F is nearly zero along many directions, in which x would go far, so DAMPING is added to its
     diagonal: in effect, the bound is on KL + DAMPING |x|^2 / 2. Along such directions, the step is
     one of plain gradient ascent.
     """
     g = grad(objective)(theta)
-    # kl contains the inner step, so here are even third derivatives. Their term vanishes at theta,
-    # where the gradient of KL with respect to theta' is 0.
+    # kl contains the inner step, so its Hessian contains third derivatives. Their term vanishes at
+    # theta, where the gradient of KL with respect to theta' is 0.
     _, v_times_F = vjp(grad(kl), theta)  # v -> (v^T F,)
 
     def damped_F_times(v):
         return v_times_F(v)[0] + DAMPING * v  # F is symmetric: v^T F is F v
 
-    F_inverse_g = conjugate_gradients(damped_F_times, g)
-    step = (2 * max_kl / (g.dot(F_inverse_g) + 1e-20)).sqrt() * F_inverse_g
+    ascent = conjugate_gradients(damped_F_times, g)
+    step = (2 * max_kl / (g.dot(ascent) + 1e-20)).sqrt() * ascent
     if not step.isfinite().all():  # else the line search would keep theta and say nothing
         raise trmrl.UserError("the outer step is not finite; start again with a lower --inner-lr")
 
